@@ -85,7 +85,7 @@ def _advance(counters: LinkCounters, who: str, received: int, sequence: int) -> 
     return sequence
 
 
-def _limit(socket: zmq.Socket) -> None:
+def _limit(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
