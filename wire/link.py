@@ -14,6 +14,7 @@ import logging
 import secrets
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -39,6 +40,7 @@ MAX_MESSAGE_BYTES = 256 << 20
 MAX_SOCKET_PATH = 107
 BEAT_SUFFIX = b".beat"
 BEAT_SECONDS = 1.0
+HELLO_AGAIN_SECONDS = 1.0
 
 log = logging.getLogger("deepinfer.wire")
 
@@ -155,7 +157,7 @@ class Listener:
             self.counters.bad_messages += 1
             return None
         if isinstance(message, Hello):
-            peer = self._greet(identity, message, now)
+            peer = self._greet(identity, message, sequence, now)
             return None if peer is None else (peer, message, [])
         if isinstance(message, Heartbeat):
             self._beat(identity, session, now)
@@ -175,7 +177,7 @@ class Listener:
         if peer is not None and peer.session == session:
             peer.last_heard = now
 
-    def _greet(self, identity: bytes, hello: Hello, now: float) -> Peer | None:
+    def _greet(self, identity: bytes, hello: Hello, sequence: int, now: float) -> Peer | None:
         expected = f"{hello.role}.{hello.index}.{hello.generation}".encode()
         if not hmac.compare_digest(hello.secret, self._secret) or identity != expected:
             self.counters.bad_messages += 1
@@ -194,7 +196,7 @@ class Listener:
             self._reply(identity, Refused(str(error)))
             return None
         reply.session = session
-        if (older := self.by_name.get(peer.name)) is not None:
+        if (older := self.by_name.get(peer.name)) is not None and older is not peer:
             self.peers.pop(older.identity, None)
         self.peers[identity] = self.by_name[peer.name] = peer
         return peer if self.send(peer, reply) else None
@@ -240,6 +242,7 @@ class Dialer:
         self.last_heard = 0.0
         self.path = path
         self._session, self._sent, self._received = 0, 0, 0
+        self._said_hello, self._asked_by = 0.0, 0
         self.greet()
 
     @property
@@ -255,10 +258,10 @@ class Dialer:
         return f"{self._hello.role}.{self._hello.index}.{self._hello.generation}".encode()
 
     def greet(self, engine: EngineInfo | None = None) -> None:
-        """Say hello (again). `engine` replaces what the first hello told. A full queue is retried at the next call."""
+        """Say hello (again). `engine` replaces what the first hello told. Repeated each second until welcomed."""
         if engine is not None:
             self._hello.engine = engine
-        self._session = 0
+        self._said_hello = time.monotonic()
         self._put(self._hello, ())
 
     def _put(self, message: Message, frames: tuple[bytes | memoryview, ...]) -> bool:
@@ -278,8 +281,10 @@ class Dialer:
         return self._put(message, frames)
 
     def drain(self, now: float, limit: int = 1000) -> Iterator[tuple[Message, list[bytes]]]:
-        """All messages that are here, at most `limit`."""
+        """All messages that are here, at most `limit`. `now` is monotonic seconds."""
         receive = self.socket.recv_multipart
+        if not self._session and now - self._said_hello > HELLO_AGAIN_SECONDS:
+            self.greet()
         for _ in range(limit):
             try:
                 frames = receive(zmq.NOBLOCK)
@@ -293,10 +298,16 @@ class Dialer:
                 continue
             self.last_heard = now
             if isinstance(message, Who):
-                self.greet()
+                # Each of our messages to a listener that has restarted is answered so: one hello is enough.
+                if message.generation != self._asked_by:
+                    self._asked_by, self._session = message.generation, 0
+                    self.greet()
                 continue
             if isinstance(message, Welcome):
-                self._session, self._sent, self._received = message.session, 0, sequence
+                self._received, self._asked_by = sequence, 0
+                if message.session == self._session:
+                    continue
+                self._session, self._sent = message.session, 0
                 self.peer_generation = message.generation
             elif isinstance(message, Refused):
                 yield message, frames[1:]
