@@ -1,0 +1,1 @@
+"""Tests with official client packages against a real service."""

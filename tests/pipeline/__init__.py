@@ -1,0 +1,1 @@
+"""Tests of the whole pipeline: real processes, mock engine, real HTTP."""
