@@ -1,0 +1,152 @@
+"""Where requests go, seen from outside with real processes.
+
+35: unrelated prompts spread evenly over idle ranks. 37: aborts leave no count behind. 38: a shared prefix stays at
+home only while that is worth it. And the answer tells where and why.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.pipeline.harness import Service, service
+from tests.pipeline.web import Stream, together
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RANKS = 4
+REASONS = {"session", "prefix", "first-message", "least-loaded", "resumed"}
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Four mock ranks, two tokenizers, two frontends."""
+    flags = ("--dp", str(RANKS), "--tokenizers", "2", "--frontends", "2", "--affinity-slack-tokens", "1000")
+    with service(tmp_path_factory.mktemp("four"), *flags) as found:
+        yield found
+
+
+def route(headers: dict[str, str]) -> tuple[int, str]:
+    found = re.fullmatch(r"rank=(\d+); reason=([a-z-]+)", headers["x-deepinfer-route"])
+    assert found, headers["x-deepinfer-route"]
+    assert found[2] in REASONS
+    return int(found[1]), found[2]
+
+
+def unrelated(server: Service, seed: int, **fields: Any) -> dict[str, Any]:
+    source = random.Random(seed)
+    return server.prompt_body([source.randrange(10, 250) for _ in range(40)], **{"max_tokens": 20, **fields})
+
+
+def spread(server: Service, count: int, seed: int) -> Counter[int]:
+    """Send `count` unrelated prompts at once, and count the ranks they went to."""
+    bodies = [unrelated(server, seed * 100_000 + number, hooks={"step_ms": 20}) for number in range(count)]
+    answers = together([lambda body=body: server.post(COMPLETIONS, body, timeout=60) for body in bodies])  # type: ignore[misc]
+    assert {answer.status for answer in answers} == {200}
+    return Counter(route(answer.headers)[0] for answer in answers)
+
+
+def is_even(ranks: Counter[int], each: int) -> bool:
+    return all(abs(ranks[rank] - each) <= 1 for rank in range(RANKS))
+
+
+@pytest.mark.parametrize("each", [20, pytest.param(100, marks=pytest.mark.long)])
+def test_35_unrelated_prompts_spread_evenly(four: Service, each: int) -> None:
+    ranks = spread(four, each * RANKS, seed=each)
+    assert is_even(ranks, each), ranks
+
+
+@pytest.mark.parametrize(("aborts", "each"), [(80, 15), pytest.param(1000, 100, marks=pytest.mark.long)])
+def test_37_aborts_leave_no_count_behind(four: Service, aborts: int, each: int) -> None:
+    source = random.Random(3)
+
+    def leave(number: int, lines: int) -> None:
+        stream = four.stream(COMPLETIONS, unrelated(four, 50_000_000 + number, hooks={"step_ms": 4}, max_tokens=300))
+        for _ in range(lines):
+            stream.next_line()
+        stream.close()
+
+    def leave_before_the_status(number: int) -> None:
+        connection = four.connect()
+        four._send(connection, "POST", COMPLETIONS, unrelated(four, 60_000_000 + number, max_tokens=300), None)
+        connection.close()
+
+    for start in range(0, aborts, 40):
+        together(
+            [
+                (lambda number=number: leave_before_the_status(number))  # type: ignore[misc]
+                if number % 4 == 0
+                else (lambda number=number, lines=source.randrange(6): leave(number, lines))  # type: ignore[misc]
+                for number in range(start, start + 40)
+            ]
+        )
+    four.idle()
+    inflight = four.metrics().each("engine_inflight")
+    assert len(inflight) == RANKS
+    assert set(inflight.values()) == {0.0}
+    ranks = spread(four, each * RANKS, seed=1000 + aborts)
+    assert is_even(ranks, each), ranks
+
+
+def held(server: Service, body: dict[str, Any], headers: dict[str, str] | None = None) -> tuple[Stream, int, str]:
+    """A stream that stays open, and where it went."""
+    stream = server.stream(COMPLETIONS, body, headers)
+    assert stream.status == 200, stream.answer
+    return stream, *route(stream.headers)
+
+
+def test_38_a_shared_prefix_leaves_home_when_that_is_cheaper(four: Service) -> None:
+    source = random.Random(38)
+    prefix = [source.randrange(10, 250) for _ in range(256)]
+    streams, ranks = [], []
+    for number in range(12):
+        body = four.prompt_body([*prefix, 10 + number], hooks={"step_ms": 100}, max_tokens=500)
+        stream, rank, reason = held(four, body)
+        streams.append(stream)
+        ranks.append(rank)
+        if number == 1:
+            assert (rank, reason) == (ranks[0], "prefix")
+    for stream in streams:
+        stream.close()
+    # each weighs about 500 output tokens; at most 1,000 more than the least loaded before one leaves home
+    assert ranks[0] == ranks[1] == ranks[2]
+    counts = Counter(ranks)
+    assert set(counts) == set(range(RANKS)), ranks
+    assert counts[ranks[0]] <= min(counts.values()) + 3, ranks
+
+
+def test_38_a_session_returns_to_its_rank(four: Service) -> None:
+    for name in ("X-Session-ID", "X-Correlation-ID"):
+        ranks = []
+        for number in range(4):
+            stream, rank, reason = held(four, unrelated(four, 70_000 + number), {name: f"session-{name}"})
+            stream.read()
+            ranks.append(rank)
+            assert reason == ("session" if number else "least-loaded")
+            held(four, unrelated(four, 80_000 + number))[0].read()  # moves the least loaded one on
+        assert len(set(ranks)) == 1, ranks
+    for field in ("session_id", "prompt_cache_key"):
+        found = [held(four, unrelated(four, 90_000 + number, **{field: "key"})) for number in range(3)]
+        for stream, _, _ in found:
+            stream.read()
+        assert len({rank for _, rank, _ in found}) == 1
+
+
+def test_37_metrics_are_right_with_several_frontends(four: Service) -> None:
+    streams = [
+        four.stream(COMPLETIONS, unrelated(four, 95_000 + number, hooks={"step_ms": 50}, max_tokens=300))
+        for number in range(8)
+    ]
+    for stream in streams:
+        stream.first_token()
+    from tests.pipeline.web import poll
+
+    for name in ("requests_running", "frontend_live_requests", "tokenizer_live_requests", "engine_inflight"):
+        poll(f"{name} is 8", lambda name=name: four.metrics().total(name) == 8, 5)  # type: ignore[misc]
+    for stream in streams:
+        stream.close()
+    four.idle()
