@@ -157,7 +157,7 @@ class Listener:
             self.counters.bad_messages += 1
             return None
         if isinstance(message, Hello):
-            peer = self._greet(identity, message, sequence, now)
+            peer = self._greet(identity, message, session, sequence, now)
             return None if peer is None else (peer, message, [])
         if isinstance(message, Heartbeat):
             self._beat(identity, session, now)
@@ -177,7 +177,7 @@ class Listener:
         if peer is not None and peer.session == session:
             peer.last_heard = now
 
-    def _greet(self, identity: bytes, hello: Hello, sequence: int, now: float) -> Peer | None:
+    def _greet(self, identity: bytes, hello: Hello, session: int, sequence: int, now: float) -> Peer | None:
         expected = f"{hello.role}.{hello.index}.{hello.generation}".encode()
         if not hmac.compare_digest(hello.secret, self._secret) or identity != expected:
             self.counters.bad_messages += 1
@@ -186,16 +186,20 @@ class Listener:
         if hello.version != PROTOCOL_VERSION:
             self._reply(identity, Refused(f"protocol version {hello.version}, this side speaks {PROTOCOL_VERSION}"))
             return None
-        session = secrets.randbits(63) | 1
-        peer = Peer(
-            hello.role, hello.index, hello.generation, identity, session, hello.pid, hello.engine, last_heard=now
+        # A repeated hello of the same process keeps its session: messages on their way stay valid.
+        peer = self.peers.get(identity) or Peer(
+            hello.role, hello.index, hello.generation, identity, secrets.randbits(63) | 1, hello.pid
         )
+        peer.engine, peer.last_heard = hello.engine, now
+        if session == peer.session:
+            peer.received = sequence
         try:
             reply = self._welcome(peer)
         except ValueError as error:
             self._reply(identity, Refused(str(error)))
+            self.forget(peer)
             return None
-        reply.session = session
+        reply.session = peer.session
         if (older := self.by_name.get(peer.name)) is not None and older is not peer:
             self.peers.pop(older.identity, None)
         self.peers[identity] = self.by_name[peer.name] = peer

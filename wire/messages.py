@@ -175,6 +175,7 @@ class Shape(Record):
     logprobs: int  # as Sampling.logprobs
     echo: bool = False
     dump_prompt: bool = False
+    prompts: int = 1  # choices i * n / prompts ... share prompt i
 
 
 class Generate(Message):
