@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_45_a_large_request_is_passed_by_a_bounded_number_of_small_ones(small_po
         done.append(time.perf_counter())
         return answer
 
-    answers = together([lambda number=number: later(number) for number in range(24)])  # type: ignore[misc]
+    answers = together([partial(later, number) for number in range(24)])
     assert {answer.status for answer in answers} == {200}
     assert large.read().finish_reason() == "length"
 
@@ -180,7 +181,7 @@ def test_46_requests_with_the_same_client_ids_are_strangers(server: Service) -> 
         assert answer.headers["x-request-id"] == "twin"
         return answer.json()["id"], (number % 3, answer.text())
 
-    found = together([lambda number=number: ask(number) for number in range(12)])  # type: ignore[misc]
+    found = together([partial(ask, number) for number in range(12)])
     assert len({response_id for response_id, _ in found}) == 12
     assert len({text for _, text in found}) == 3
     solo = {

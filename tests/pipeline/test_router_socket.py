@@ -19,12 +19,12 @@ from engine_proc.config import EngineConfig
 from frontend.config import FrontendConfig
 from router_proc.config import RouterConfig
 from tests.pipeline.harness import SLACK, TINY
-from tests.pipeline.parts import Part, engine_info, router, submit
+from tests.pipeline.parts import FakePeer, Part, engine_info, pump_until, router, submit
 from tests.pipeline.web import Client, poll
 from tokenizer_proc.config import TokenizerConfig
 from wire.limits import Limits
 from wire.link import HIGH_WATER
-from wire.messages import Abort, Accepted, Finished, Rejected, Stats, StepOutput, Submit, Usage
+from wire.messages import Abort, Accepted, Finished, Refused, Rejected, Stats, StepOutput, Submit, Usage
 
 
 @pytest.mark.parametrize("reports", ["none", "old", "lies"])
@@ -193,13 +193,9 @@ def test_41_without_an_engine_503_at_once_and_back_when_one_comes(tmp_path: Path
 
 
 def test_41_ranks_that_disagree_are_refused_by_name(tmp_path: Path) -> None:
-    from wire.messages import Refused
-
     with router(tmp_path, 2) as tested:
         old = tested.engines.pop()
         old.close()
-        from tests.pipeline.parts import FakePeer, pump_until
-
         other = FakePeer(tested.path, tested.secret, "engine", 1, engine_info(model_digest="1" * 64))
         pump_until([other], lambda: bool(other.of(Refused)), 5, "the other model is refused")
         assert "model" in other.of(Refused)[0][0].reason

@@ -10,12 +10,13 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.pipeline.harness import Service, service
-from tests.pipeline.web import Stream, together
+from tests.pipeline.web import Stream, poll, together
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RANKS = 4
@@ -45,7 +46,7 @@ def unrelated(server: Service, seed: int, **fields: Any) -> dict[str, Any]:
 def spread(server: Service, count: int, seed: int) -> Counter[int]:
     """Send `count` unrelated prompts at once, and count the ranks they went to."""
     bodies = [unrelated(server, seed * 100_000 + number, hooks={"step_ms": 20}) for number in range(count)]
-    answers = together([lambda body=body: server.post(COMPLETIONS, body, timeout=60) for body in bodies])  # type: ignore[misc]
+    answers = together([partial(server.post, COMPLETIONS, body, timeout=60) for body in bodies])
     assert {answer.status for answer in answers} == {200}
     return Counter(route(answer.headers)[0] for answer in answers)
 
@@ -65,25 +66,19 @@ def test_37_aborts_leave_no_count_behind(four: Service, aborts: int, each: int) 
     source = random.Random(3)
 
     def leave(number: int, lines: int) -> None:
+        """Give up after some lines; below 0: before the status line."""
+        if lines < 0:
+            connection = four.connect()
+            four._send(connection, "POST", COMPLETIONS, unrelated(four, 60_000_000 + number, max_tokens=300), None)
+            connection.close()
+            return
         stream = four.stream(COMPLETIONS, unrelated(four, 50_000_000 + number, hooks={"step_ms": 4}, max_tokens=300))
         for _ in range(lines):
             stream.next_line()
         stream.close()
 
-    def leave_before_the_status(number: int) -> None:
-        connection = four.connect()
-        four._send(connection, "POST", COMPLETIONS, unrelated(four, 60_000_000 + number, max_tokens=300), None)
-        connection.close()
-
     for start in range(0, aborts, 40):
-        together(
-            [
-                (lambda number=number: leave_before_the_status(number))  # type: ignore[misc]
-                if number % 4 == 0
-                else (lambda number=number, lines=source.randrange(6): leave(number, lines))  # type: ignore[misc]
-                for number in range(start, start + 40)
-            ]
-        )
+        together([partial(leave, number, source.randrange(-2, 6)) for number in range(start, start + 40)])
     four.idle()
     inflight = four.metrics().each("engine_inflight")
     assert len(inflight) == RANKS
@@ -143,10 +138,12 @@ def test_37_metrics_are_right_with_several_frontends(four: Service) -> None:
     ]
     for stream in streams:
         stream.first_token()
-    from tests.pipeline.web import poll
+
+    def is_eight(name: str) -> bool:
+        return four.metrics().total(name) == 8
 
     for name in ("requests_running", "frontend_live_requests", "tokenizer_live_requests", "engine_inflight"):
-        poll(f"{name} is 8", lambda name=name: four.metrics().total(name) == 8, 5)  # type: ignore[misc]
+        poll(f"{name} is 8", partial(is_eight, name), 5)
     for stream in streams:
         stream.close()
     four.idle()
