@@ -175,7 +175,7 @@ class Shape(Record):
     logprobs: int  # as Sampling.logprobs
     echo: bool = False
     dump_prompt: bool = False
-    prompts: int = 1  # choices i * n / prompts ... share prompt i
+    prompts: int = 1  # prompt i has the choices [i * k, (i + 1) * k) with k = n / prompts
 
 
 class Generate(Message):
