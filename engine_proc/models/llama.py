@@ -1,0 +1,178 @@
+"""The llama family (Llama, SmolLM2, Mistral, Qwen2, Qwen3): one forward pass, told apart by configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from engine_proc.cache_spec import CacheSpec
+from engine_proc.models import llama_config, rope
+from engine_proc.models.base import DTYPES, Family, LayerAttention, Model
+from engine_proc.models.llama_config import LlamaConfig
+
+
+@dataclass(slots=True)
+class _Linear:
+    """weight [out, in] and, where the model has one, bias [out]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(slots=True)
+class _Layer:
+    """Weights of one layer; q, k, v and gate, up lie behind each other so that each is one product."""
+
+    input_norm: torch.Tensor
+    qkv: _Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: _Linear
+    post_norm: torch.Tensor
+    gate_up: _Linear
+    down: _Linear
+
+
+class Llama:
+    """Weights and forward pass of one model; see `models.base.Model` for the methods."""
+
+    def __init__(self, config: LlamaConfig, device: torch.device, dtype: str, block_tokens: int) -> None:
+        self.config = replace(config, block_tokens=block_tokens)
+        self.device = device
+        self.dtype = DTYPES[dtype]
+        self.cache_spec = _cache_spec(self.config, dtype)
+        self._embedding = self._empty(config.vocab_size, config.hidden)
+        self._head = self._embedding if config.tied else self._empty(config.vocab_size, config.hidden)
+        self._norm = self._empty(config.hidden)
+        self._layers = [self._new_layer() for _ in range(config.layers)]
+        self._frequencies = rope.inverse_frequencies(config.head_dim, config.theta, config.rope_scaling).to(device)
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _linear(self, rows: int, columns: int, bias: bool) -> _Linear:
+        return _Linear(self._empty(rows, columns), self._empty(rows) if bias else None)
+
+    def _new_layer(self) -> _Layer:
+        c = self.config
+        return _Layer(
+            input_norm=self._empty(c.hidden),
+            qkv=self._linear((c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden, c.qkv_bias),
+            q_norm=self._empty(c.head_dim) if c.qk_norm else None,
+            k_norm=self._empty(c.head_dim) if c.qk_norm else None,
+            output=self._linear(c.hidden, c.heads * c.head_dim, c.output_bias),
+            post_norm=self._empty(c.hidden),
+            gate_up=self._linear(2 * c.intermediate, c.hidden, c.mlp_bias),
+            down=self._linear(c.hidden, c.intermediate, c.mlp_bias),
+        )
+
+    def destinations(self) -> dict[str, torch.Tensor]:
+        found = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm}
+        if not self.config.tied:
+            found["lm_head.weight"] = self._head
+        for index, layer in enumerate(self._layers):
+            for name, view in self._layer_destinations(layer).items():
+                found[f"model.layers.{index}.{name}"] = view
+        return found
+
+    def _layer_destinations(self, layer: _Layer) -> dict[str, torch.Tensor]:
+        c = self.config
+        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        parts: list[tuple[str, _Linear, int, int]] = [
+            ("self_attn.q_proj", layer.qkv, 0, q),
+            ("self_attn.k_proj", layer.qkv, q, q + kv),
+            ("self_attn.v_proj", layer.qkv, q + kv, q + 2 * kv),
+            ("self_attn.o_proj", layer.output, 0, c.hidden),
+            ("mlp.gate_proj", layer.gate_up, 0, c.intermediate),
+            ("mlp.up_proj", layer.gate_up, c.intermediate, 2 * c.intermediate),
+            ("mlp.down_proj", layer.down, 0, c.hidden),
+        ]
+        found = {"input_layernorm.weight": layer.input_norm, "post_attention_layernorm.weight": layer.post_norm}
+        for name, linear, first, end in parts:
+            found[f"{name}.weight"] = linear.weight[first:end]
+            if linear.bias is not None:
+                found[f"{name}.bias"] = linear.bias[first:end]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            found["self_attn.q_norm.weight"] = layer.q_norm
+            found["self_attn.k_norm.weight"] = layer.k_norm
+        return found
+
+    def ignores(self, name: str) -> bool:
+        """Old checkpoints store the rotary table; tied ones may store the head a second time."""
+        return name.endswith(".rotary_emb.inv_freq") or (self.config.tied and name == "lm_head.weight")
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, attention: LayerAttention, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        cos, sin = rope.rotation(positions, self._frequencies, self.dtype)
+        x = F.embedding(ids, self._embedding)
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            attended = self._attend(index, layer, x, cos, sin, attention)
+            if index == last and rows is not None:  # after the last attention only the asked rows matter
+                attended, x = attended.index_select(0, rows), x.index_select(0, rows)
+            x = x + layer.output(attended)
+            x = x + self._mlp(layer, x)
+        return self._normed(x, self._norm)
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.eps)
+
+    def _attend(
+        self,
+        index: int,
+        layer: _Layer,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attention: LayerAttention,
+    ) -> torch.Tensor:
+        c = self.config
+        qkv = layer.qkv(self._normed(x, layer.input_norm)).view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
+        v = qkv[:, c.heads + c.kv_heads :]
+        if layer.q_norm is None or layer.k_norm is None:
+            qk = rope.rotate(qkv[:, : c.heads + c.kv_heads], cos, sin)
+            return attention.attend(index, qk[:, : c.heads], qk[:, c.heads :], v)
+        q = rope.rotate(self._normed(qkv[:, : c.heads], layer.q_norm), cos, sin)
+        k = rope.rotate(self._normed(qkv[:, c.heads : c.heads + c.kv_heads], layer.k_norm), cos, sin)
+        return attention.attend(index, q, k, v)
+
+    def _mlp(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
+        gate, up = layer.gate_up(self._normed(x, layer.post_norm)).chunk(2, dim=-1)
+        return layer.down(F.silu(gate).mul_(up))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.dtype is torch.float32:
+            return F.linear(hidden, self._head)
+        if self.device.type == "cuda":  # the product is summed in fp32 anyway: do not round it to bf16
+            return torch.mm(hidden, self._head.t(), out_dtype=torch.float32)
+        return F.linear(hidden, self._head).float()
+
+
+def _cache_spec(config: LlamaConfig, dtype: str) -> CacheSpec:
+    """K and V of every layer, each [block_tokens, kv_heads, head_dim] per block."""
+    bytes_each = config.block_tokens * config.kv_heads * config.head_dim * DTYPES[dtype].itemsize
+    return CacheSpec(
+        layers=config.layers,
+        block_tokens=config.block_tokens,
+        block_record_bytes=(2 * bytes_each,) * config.layers,
+        cache_format=f"kv/{dtype}/{config.layers}x2x{config.block_tokens}x{config.kv_heads}x{config.head_dim}/rotated",
+    )
+
+
+def _build(config: Any, device: torch.device, dtype: str, block_tokens: int) -> Model:
+    return Llama(config, device, dtype, block_tokens)
+
+
+def _parse(config: dict[str, Any], folder: Path) -> LlamaConfig:
+    return llama_config.parse(config, folder)
+
+
+FAMILY = Family(llama_config.ARCHITECTURES, _parse, _build)
