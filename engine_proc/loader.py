@@ -53,7 +53,7 @@ def load(
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"unknown load format {load_format!r}; accepted are {', '.join(LOAD_FORMATS)}")
-    place = torch.device(device)
+    place = _device(device)
     name = _dtype_name(dtype, place)
     fields = read_json(model_dir / "config.json")
     family = family_of(fields, model_dir)
@@ -66,6 +66,16 @@ def load(
     digest.update(json.dumps(config.numbers(), sort_keys=True).encode())
     digest.update(contents)
     return LoadedModel(model, digest.hexdigest(), name, config.vocab_size, config.context_length, ends)
+
+
+def _device(name: str) -> torch.device:
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise ValueError(f"unknown device {name!r}; accepted are cpu, cuda, cuda:N")
+    count = torch.cuda.device_count() if kind == "cuda" else 1
+    if int(index or 0) >= count:
+        raise ValueError(f"device {name!r} does not exist; torch {torch.__version__} sees {count} CUDA devices")
+    return torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
 
 
 def _dtype_name(dtype: str, device: torch.device) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from engine_proc.plan import Row, SlotState, StepPlan, StepResult
+from engine_proc.plan import Logprobs, Row, SlotState, StepPlan, StepResult
 from engine_proc.runner import Runner
 from wire.messages import Params
 
@@ -53,6 +53,7 @@ class Sequenced:
         self.blocks = np.asarray(blocks, np.int32)
         self.at = cached  # tokens whose K and V are in the blocks
         self.ids: list[int] = []
+        self.logprobs: list[Logprobs] = []
         driver.runner.open_slot(slot, slot_state)
 
     def row(self, chunk: int) -> Row:
@@ -109,5 +110,7 @@ class Driver:
             result = self.step(rows, deterministic)
             sampled = [row for row in rows if row.sample]
             assert result.finite.all()
-            for row, found in zip(sampled, result.ids.tolist(), strict=True):
+            for index, (row, found) in enumerate(zip(sampled, result.ids.tolist(), strict=True)):
                 owners[row.slot].ids.append(found)
+                if index in result.logprobs:
+                    owners[row.slot].logprobs.append(result.logprobs[index])
