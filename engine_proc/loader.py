@@ -62,6 +62,7 @@ def load(
     with torch.inference_mode():
         model = family.build(config, place, name, block_tokens)
         contents = _fill_random(model) if load_format == "random" else _fill(model, model_dir, progress)
+        model.finish()
     digest = hashlib.sha256()
     digest.update(json.dumps(config.numbers(), sort_keys=True).encode())
     digest.update(contents)

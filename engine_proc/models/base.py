@@ -65,11 +65,15 @@ class Model(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def destinations(self) -> dict[str, torch.Tensor]:
-        """Checkpoint tensor name → the view of this model's memory that it fills; all of them are needed."""
+        """Checkpoint tensor name → the view of this model's memory that it fills; all are needed. Until `finish`."""
         ...
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may hold the tensor `name` although this model does not read it."""
+        ...
+
+    def finish(self) -> None:
+        """All destinations are filled: weights take the form in which they are used; no destination is valid after."""
         ...
 
     def forward(

@@ -12,18 +12,8 @@ import torch.nn.functional as F
 from engine_proc.cache_spec import CacheSpec
 from engine_proc.models import llama_config, rope
 from engine_proc.models.base import DTYPES, Family, LayerAttention, Model
+from engine_proc.models.linear import Linear
 from engine_proc.models.llama_config import LlamaConfig
-
-
-@dataclass(slots=True)
-class _Linear:
-    """weight [out, in] and, where the model has one, bias [out]."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
 
 
 @dataclass(slots=True)
@@ -31,13 +21,13 @@ class _Layer:
     """Weights of one layer; q, k, v and gate, up lie behind each other so that each is one product."""
 
     input_norm: torch.Tensor
-    qkv: _Linear
+    qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    output: _Linear
+    output: Linear
     post_norm: torch.Tensor
-    gate_up: _Linear
-    down: _Linear
+    gate_up: Linear
+    down: Linear
 
 
 class Llama:
@@ -49,7 +39,7 @@ class Llama:
         self.dtype = DTYPES[dtype]
         self.cache_spec = _cache_spec(self.config, dtype)
         self._embedding = self._empty(config.vocab_size, config.hidden)
-        self._head = self._embedding if config.tied else self._empty(config.vocab_size, config.hidden)
+        self._head = Linear(self._embedding if config.tied else self._empty(config.vocab_size, config.hidden), None)
         self._norm = self._empty(config.hidden)
         self._layers = [self._new_layer() for _ in range(config.layers)]
         self._frequencies = rope.inverse_frequencies(config.head_dim, config.theta, config.rope_scaling).to(device)
@@ -57,8 +47,8 @@ class Llama:
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def _linear(self, rows: int, columns: int, bias: bool) -> _Linear:
-        return _Linear(self._empty(rows, columns), self._empty(rows) if bias else None)
+    def _linear(self, rows: int, columns: int, bias: bool) -> Linear:
+        return Linear(self._empty(rows, columns), self._empty(rows) if bias else None)
 
     def _new_layer(self) -> _Layer:
         c = self.config
@@ -76,7 +66,7 @@ class Llama:
     def destinations(self) -> dict[str, torch.Tensor]:
         found = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm}
         if not self.config.tied:
-            found["lm_head.weight"] = self._head
+            found["lm_head.weight"], _ = self._head.parts(0, self.config.vocab_size)
         for index, layer in enumerate(self._layers):
             for name, view in self._layer_destinations(layer).items():
                 found[f"model.layers.{index}.{name}"] = view
@@ -85,7 +75,7 @@ class Llama:
     def _layer_destinations(self, layer: _Layer) -> dict[str, torch.Tensor]:
         c = self.config
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        parts: list[tuple[str, _Linear, int, int]] = [
+        parts: list[tuple[str, Linear, int, int]] = [
             ("self_attn.q_proj", layer.qkv, 0, q),
             ("self_attn.k_proj", layer.qkv, q, q + kv),
             ("self_attn.v_proj", layer.qkv, q + kv, q + 2 * kv),
@@ -96,9 +86,10 @@ class Llama:
         ]
         found = {"input_layernorm.weight": layer.input_norm, "post_attention_layernorm.weight": layer.post_norm}
         for name, linear, first, end in parts:
-            found[f"{name}.weight"] = linear.weight[first:end]
-            if linear.bias is not None:
-                found[f"{name}.bias"] = linear.bias[first:end]
+            weight, bias = linear.parts(first, end)
+            found[f"{name}.weight"] = weight
+            if bias is not None:
+                found[f"{name}.bias"] = bias
         if layer.q_norm is not None and layer.k_norm is not None:
             found["self_attn.q_norm.weight"] = layer.q_norm
             found["self_attn.k_norm.weight"] = layer.k_norm
@@ -107,6 +98,12 @@ class Llama:
     def ignores(self, name: str) -> bool:
         """Old checkpoints store the rotary table; tied ones may store the head a second time."""
         return name.endswith(".rotary_emb.inv_freq") or (self.config.tied and name == "lm_head.weight")
+
+    def finish(self) -> None:
+        for layer in self._layers:
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                linear.pack()
+        self._head.pack(share=self.config.tied)
 
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, attention: LayerAttention, rows: torch.Tensor | None
@@ -149,11 +146,10 @@ class Llama:
         return layer.down(F.silu(gate).mul_(up))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.dtype is torch.float32:
-            return F.linear(hidden, self._head)
-        if self.device.type == "cuda":  # the product is summed in fp32 anyway: do not round it to bf16
-            return torch.mm(hidden, self._head.t(), out_dtype=torch.float32)
-        return F.linear(hidden, self._head).float()
+        head = self._head.weight
+        if self.device.type == "cuda" and self.dtype is not torch.float32 and head is not None:
+            return torch.mm(hidden, head.t(), out_dtype=torch.float32)  # it is summed in fp32: do not round it to bf16
+        return self._head(hidden).float()
 
 
 def _cache_spec(config: LlamaConfig, dtype: str) -> CacheSpec:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from engine_proc.loader import LoadedModel, load
@@ -101,10 +100,9 @@ def test_the_cache_spec_says_what_blocks_take(folder: Path) -> None:
 
 def test_random_weights_are_the_same_each_time_and_need_no_file(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    first, second = loaded(folder, "bf16", "random"), loaded(folder, "bf16", "random")
+    first, second = loaded(folder, "fp32", "random"), loaded(folder, "fp32", "random")
     assert first.digest == second.digest
     for name, place in first.model.destinations().items():
         assert second.model.destinations()[name].equal(place)
         assert bool(place.isfinite().all()) and (float(place.float().std()) > 0 or "norm" in name)
     assert first.model.destinations()["model.norm.weight"].eq(1).all()
-    assert isinstance(first.model.dtype, torch.dtype)
