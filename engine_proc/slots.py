@@ -78,7 +78,7 @@ class PenaltyCounts:
         row = self._free.pop()
         counts = self.counts[row].zero_()
         device = counts.device
-        counts[_staged(prompt.astype(np.int64), device)] = 1
+        counts.index_fill_(0, _staged(prompt.astype(np.int64), device), 1)
         ids = _staged(produced.astype(np.int64), device)
         counts.index_add_(0, ids, torch.full_like(ids, 2, dtype=torch.int32))
         return row
