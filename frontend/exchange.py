@@ -128,9 +128,10 @@ class Exchange:
         ]
         # What is left of a large body would be answered by a reset, and the client would not see why it was refused:
         # the answer goes out, the rest of the body is read and dropped for a while, then the connection ends.
-        discard = not self._body_read and int(self.headers.get(b"content-length", b"0") or 0) > SMALL_BODY
-        discard = discard or (not self._body_read and b"transfer-encoding" in self.headers)
-        if discard:
+        long = int(self.headers.get(b"content-length", b"0")) > SMALL_BODY or b"transfer-encoding" in self.headers
+        close = not self._body_read and (long or status in (408, 413))
+        discard = close and status != 408
+        if close:
             out.append((b"connection", b"close"))
         await self._send({"type": "http.response.start", "status": status, "headers": out})
         await self._send({"type": "http.response.body", "body": body, "more_body": discard})

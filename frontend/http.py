@@ -9,6 +9,7 @@ answer that is under way.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
@@ -23,6 +24,7 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_FIELDS = 100
 MAX_PIPELINED = 8
 LINGER_SECONDS = 2.0
+SEND_BUFFER_BYTES = 128 << 10  # the kernel would take megabytes, and a reader that does not read would go unnoticed
 MALFORMED = (400, "invalid_value", "the HTTP request is malformed")
 HEAD_TOO_LARGE = (431, "request_too_large", "the request's headers are too large")
 HEAD_TOO_SLOW = (408, "request_timeout", "the request's headers were not complete in time")
@@ -51,6 +53,7 @@ class StrictProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -178,10 +178,13 @@ class World(Client):
 class Call:
     """One request, seen from both sides: the client's connection and the `Generate` at the tokenizer."""
 
-    def __init__(self, world: World, connection: http.client.HTTPConnection) -> None:
-        self.world, self.connection, self.started = world, connection, time.perf_counter()
+    def __init__(self, world: World, connection: http.client.HTTPConnection | None = None) -> None:
+        self.world, self.started = world, time.perf_counter()
+        self.connection = connection or world.connect()  # not used by a caller with a socket of its own
         self.generate, self.frames = world.tokenizer.next_with_frames(Generate)
         self.rid = self.generate.rid
+        self.keep: socket.socket | None = None  # a caller's own socket, kept open as long as this
+        self.last: Stream  # what `stream` gave
         self.sent: dict[int, int] = {}
         self.tokens: dict[int, int] = {}
 
@@ -217,7 +220,8 @@ class Call:
         """The streamed answer, once its status line is there."""
         response = self.connection.getresponse()
         headers = {name.lower(): value for name, value in response.getheaders()}
-        return Stream(self.connection, response, self.started, choices, response.status, headers)
+        self.last = Stream(self.connection, response, self.started, choices, response.status, headers)
+        return self.last
 
     def answer(self) -> Answer:
         response = self.connection.getresponse()
