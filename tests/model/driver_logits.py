@@ -36,6 +36,10 @@ class Forced:
         self.blocks = np.array([*prefix, *(driver.free.pop() for _ in range(count))], np.int32)
         self.logits: list[torch.Tensor] = []
 
+    def take(self, start: int, logits: torch.Tensor) -> None:
+        """Logits [n, V] of the positions from `start`; kept, unless a subclass looks at them at once."""
+        self.logits.append(logits)
+
     def row(self) -> Row:
         end = min(self.at + self.chunk, self.prompt) if self.at < self.prompt else self.at + 1
         given = self.ids[self.at : end] if self.at < self.prompt else None
@@ -43,7 +47,7 @@ class Forced:
 
 
 def run(driver: Driver, sequences: Sequence[Forced]) -> list[torch.Tensor]:
-    """All sequences together, each step one row of each that is not done; → logits [tokens, V] of each."""
+    """All sequences together, each step one row of each that is not done; → what each kept, [tokens, V]."""
     while live := [sequence for sequence in sequences if sequence.at < len(sequence.ids)]:
         pairs = [(sequence, sequence.row()) for sequence in live]
         pairs.sort(key=lambda pair: (pair[1].ids is not None, pair[1].start if pair[1].ids is None else 0))
@@ -51,6 +55,7 @@ def run(driver: Driver, sequences: Sequence[Forced]) -> list[torch.Tensor]:
         logits = forward(driver.runner, rows, [s.ids[row.start : row.start + row.count] for s, row in pairs])
         parts = torch.split(logits, [row.count for row in rows])
         for (sequence, row), part in zip(pairs, parts, strict=True):
-            sequence.logits.append(part)
+            sequence.take(row.start, part)
             sequence.at += row.count
-    return [torch.cat(sequence.logits) for sequence in sequences]
+    driver.free.extend(int(block) for sequence in sequences for block in sequence.blocks)
+    return [torch.cat(sequence.logits) for sequence in sequences if sequence.logits]
