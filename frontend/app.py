@@ -65,8 +65,8 @@ class App:
             log.error("fault while answering: %s at %s", type(error).__name__, where)
             if not exchange.started:
                 await exchange.refuse(failure("internal_error"))
-            elif exchange.cut is not None:
-                exchange.cut()
+            else:
+                exchange.connection.cut()
         finally:
             self.active -= 1
 

@@ -6,7 +6,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 from api.errors import INVALID, ApiError, invalid
 from api.request import short_key
@@ -19,11 +19,19 @@ SECONDS = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 DISCARD_SECONDS = 5.0
 DISCARD_BYTES = 256 << 20
 SMALL_BODY = 1 << 20
-CUT = "deepinfer.cut"  # extension of our HTTP protocol: closes the connection at once
+CONNECTION = "deepinfer.connection"  # the ASGI extension in which our HTTP protocol shows itself
 
 Headers = list[tuple[bytes, bytes]]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class Connection(Protocol):
+    """What an exchange may know of and do to its connection."""
+
+    stalled: bool
+
+    def cut(self) -> None: ...
 
 
 class ClientGone(Exception):
@@ -43,7 +51,7 @@ class Exchange:
         self.method: str = scope["method"]
         self.path: str = scope["raw_path"].decode("latin-1")
         self.receive, self._send = receive, send
-        self.cut: Callable[[], None] | None = (scope.get("extensions") or {}).get(CUT)
+        self.connection: Connection = scope["extensions"][CONNECTION]
         self.headers: dict[bytes, bytes] = {}
         self.repeated: set[bytes] = set()
         for name, value in scope["headers"]:

@@ -8,7 +8,7 @@ import time
 
 from api import adopt, parse
 from api.errors import failure
-from frontend.exchange import Exchange, Receive
+from frontend.exchange import Exchange
 from frontend.hub import Hub
 from frontend.live import LiveRequest
 from frontend.responses import whole_answer
@@ -24,8 +24,8 @@ async def generate(route: str, exchange: Exchange, hub: Hub) -> None:
     timeout = exchange.deadline()
     body = await exchange.body()
     live = _submit(route, body, exchange, hub, timeout)
-    live.cut = exchange.cut
-    watch = asyncio.create_task(_watch_client(exchange.receive, live, hub))
+    live.cut = exchange.connection.cut
+    watch = asyncio.create_task(_watch_client(exchange, live, hub))
     try:
         await live.wait_open()
         if live.gone or live.shape is None or live.accepted is None:
@@ -67,7 +67,10 @@ def _submit(route: str, body: bytes, exchange: Exchange, hub: Hub, timeout: floa
     return hub.submit(adopt(parsed, envelope), shape)
 
 
-async def _watch_client(receive: Receive, live: LiveRequest, hub: Hub) -> None:
-    while (await receive())["type"] != "http.disconnect":
+async def _watch_client(exchange: Exchange, live: LiveRequest, hub: Hub) -> None:
+    while (await exchange.receive())["type"] != "http.disconnect":
         pass
-    hub.leave(live)
+    if exchange.connection.stalled:
+        hub.stall(live)
+    else:
+        hub.leave(live)

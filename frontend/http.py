@@ -18,7 +18,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from api.errors import INVALID, ApiError
-from frontend.exchange import CUT, new_request_id
+from frontend.exchange import CONNECTION, new_request_id
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_FIELDS = 100
@@ -37,8 +37,13 @@ class _Refused(Exception):
 class StrictProtocol(HttpToolsProtocol):
     """One connection. `count(status)` is told of each answer that the application does not see."""
 
-    def __init__(self, *args: Any, head_seconds: float, count: Callable[[int], None], **kwargs: Any) -> None:
-        self._head_seconds, self._count = head_seconds, count
+    def __init__(
+        self, *args: Any, head_seconds: float, stall_seconds: float, count: Callable[[int], None], **kwargs: Any
+    ) -> None:
+        self._head_seconds, self._stall_seconds, self._count = head_seconds, stall_seconds, count
+        self.stalled = False  # the connection was cut because its client did not read
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._unread = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._in_head = False
         self._head_bytes = 0
@@ -58,6 +63,7 @@ class StrictProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self._stop_stall_timer()
         self._unset_keepalive_if_required()
         self.pipeline.clear()
         super().connection_lost(exc)
@@ -108,6 +114,44 @@ class StrictProtocol(HttpToolsProtocol):
         elif self._running is None or self._running.response_complete:
             self.transport.close()
 
+    def cut(self) -> None:
+        """End the connection at once, whatever was not sent yet."""
+        self.transport.abort()
+
+    # --- readers that do not read ---------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.transport.get_write_buffer_size()
+        self._stop_stall_timer()
+        self._stall_timer = self.loop.call_later(self._stall_seconds, self._check_progress)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_stall_timer()
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _check_progress(self) -> None:
+        # Nobody writes while writing is paused: what waits can only become less.
+        waiting = self.transport.get_write_buffer_size()
+        if waiting < self._unread:
+            self._unread = waiting
+            self._stall_timer = self.loop.call_later(self._stall_seconds, self._check_progress)
+        else:
+            self._stall_timer = None
+            self.stalled = True
+            self.cut()
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.cut()  # closing would wait for a reader that has not read all this time
+        else:
+            super().timeout_keep_alive_handler()
+
     # --- the parser -----------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
@@ -137,7 +181,7 @@ class StrictProtocol(HttpToolsProtocol):
             or (coding and (version == "1.0" or coding[0].strip().lower() != b"chunked"))
         ):
             self._fail(MALFORMED)
-        cast(dict[str, Any], self.scope)["extensions"] = {CUT: self.transport.abort}
+        cast(dict[str, Any], self.scope)["extensions"] = {CONNECTION: self}
         super().on_headers_complete()
         self._message = self.cycle
         if 0 < len(self.pipeline) <= MAX_PIPELINED:

@@ -315,10 +315,7 @@ class Hub:
 
     def _watch_streams(self, now: float) -> None:
         for live in list(self.streams):
-            if live.sending_since:
-                if now - live.sending_since > self.config.send_stall_seconds:
-                    self.stall(live)
-            elif now - live.wrote >= self.config.comment_seconds:
+            if now - live.wrote >= self.config.comment_seconds:
                 live.comment_due = True
                 live.wake()
 

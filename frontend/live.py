@@ -61,7 +61,6 @@ class LiveRequest:
         self.queued = False  # in the hub's list of requests to wake
         self.comment_due = False
         self.last_output = now
-        self.sending_since = 0.0
         self.wrote = now
         self.cut: Callable[[], None] | None = None  # closes the client's connection at once
         self.deadline: asyncio.TimerHandle | None = None

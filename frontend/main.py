@@ -38,7 +38,12 @@ class Server(uvicorn.Server):
 
 def make_server(app: App, config: FrontendConfig, metrics: Metrics) -> Server:
     """uvicorn with our HTTP protocol, no access log and no server header."""
-    protocol = functools.partial(StrictProtocol, head_seconds=config.header_timeout_seconds, count=metrics.count)
+    protocol = functools.partial(
+        StrictProtocol,
+        head_seconds=config.header_timeout_seconds,
+        stall_seconds=config.send_stall_seconds,
+        count=metrics.count,
+    )
     settings = uvicorn.Config(
         cast(Any, app),
         http=cast(Any, protocol),

@@ -147,9 +147,8 @@ async def stream_answer(hub: Hub, live: LiveRequest, form: ChunkForm, send: Send
                     continue
                 out.append(COMMENT)
             live.comment_due = False
-            live.sending_since = live.wrote = time.monotonic()
+            live.wrote = time.monotonic()
             await send({"type": "http.response.body", "body": b"".join(out), "more_body": not ended})
-            live.sending_since = 0.0
             if ended:
                 return
     finally:

@@ -216,6 +216,11 @@ class Call:
         self.world.tokenizer.say(TextOutput([self.delta("", choice, 0, error=code)]))
         return self
 
+    def is_open(self) -> bool:
+        """Whether the frontend knows that it is accepted."""
+        live = self.world.frontend.hub.live.get(self.rid)
+        return live is not None and live.open
+
     def stream(self, choices: int = 1) -> Stream:
         """The streamed answer, once its status line is there."""
         response = self.connection.getresponse()
