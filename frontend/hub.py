@@ -77,6 +77,7 @@ class Hub:
         self._queries: dict[int, asyncio.Future[Any]] = {}
         self._next_query = 0
         self._last_stats: Stats | None = None
+        self._closing = False
 
         def dial(path: str) -> Dialer:
             hello = Hello(PROTOCOL_VERSION, "frontend", index, generation, config.secret, os.getpid())
@@ -92,6 +93,7 @@ class Hub:
     def close(self) -> None:
         self._ticking.cancel()
         for link in self._links:
+            link.up = False
             self._loop.remove_reader(link.fd)
             link.dialer.close()
         self._context.destroy(0)
@@ -103,6 +105,8 @@ class Hub:
 
     def submit(self, generate: Generate, shape: Shape | None, *frames: bytes) -> LiveRequest:
         """Send a request on its way; raises ApiError 503 when nobody can take it."""
+        if self._closing:
+            raise failure("shutting_down")
         key = f"{generate.tenant}\0{generate.session_key}" if generate.session_key else str(generate.rid)
         link = self._tokenizer_for(key)
         if link is None or not self.router.up or not self._send(link, generate, *frames):
@@ -172,9 +176,11 @@ class Hub:
             live.cut()
         live.wake()
 
-    def end_all(self, error: ApiError, reason: str) -> None:
+    def shut_down(self) -> None:
+        """End every request, and take none from now on (the body of one may still be on its way)."""
+        self._closing = True
         for live in list(self.live.values()):
-            self.end(live, error, reason)
+            self.end(live, failure("shutting_down"), "shutdown")
 
     def _abort(self, live: LiveRequest, reason: str) -> None:
         message = Abort(live.sids(), reason)

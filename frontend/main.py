@@ -13,7 +13,6 @@ from typing import Any, cast
 import uvicorn
 import uvloop
 
-from api.errors import failure
 from frontend.app import App
 from frontend.config import FrontendConfig
 from frontend.http import StrictProtocol
@@ -96,14 +95,14 @@ class Frontend:
     def stop(self) -> None:
         """End now: what is still live gets its in-band error."""
         self.app.draining = True
-        self.hub.end_all(failure("shutting_down"), "shutdown")
+        self.hub.shut_down()
         self.server.should_exit = True
 
     async def _drain(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle()
-        self.hub.end_all(failure("shutting_down"), "shutdown")
+        self.hub.shut_down()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_SECONDS):
                 await self._idle()

@@ -88,6 +88,10 @@ class Fake:
             if isinstance(message, kind):
                 return message, frames
 
+    def has(self, kind: type[Message]) -> bool:
+        """Whether such a message waits in the inbox."""
+        return any(isinstance(message, kind) for message, _ in list(self.inbox.queue))
+
     def close(self) -> None:
         self._end.set()
         self._thread.join()
@@ -156,6 +160,10 @@ class World(Client):
             fake.close()
         self.context.destroy(0)
         self.folder.cleanup()
+
+    def nothing_ran(self) -> bool:
+        """Whether no request waits unread at a tokenizer."""
+        return not any(fake.has(Generate) for fake in self.tokenizers)
 
     # --- requests under way ---------------------------------------------------------------------------------------
 

@@ -71,10 +71,6 @@ def answers(raw: bytes) -> list[tuple[int, dict[str, str], bytes]]:
     return found
 
 
-def nothing_ran(found: World) -> bool:
-    return not any(isinstance(message, Generate) for message, _ in list(found.tokenizer.inbox.queue))
-
-
 @pytest.mark.parametrize("name", MALFORMED)
 @pytest.mark.parametrize("pieces", [1, 2, 10_000])
 def test_a_malformed_request_is_refused_and_what_is_behind_it_never_runs(here: World, name: str, pieces: int) -> None:
@@ -93,7 +89,7 @@ def test_a_malformed_request_is_refused_and_what_is_behind_it_never_runs(here: W
     check_error_object(status, headers, body)
     assert headers["connection"] == "close"
     assert here.get("/live").status == 200
-    assert nothing_ran(here)
+    assert here.nothing_ran()
 
 
 def test_a_good_answer_under_way_is_not_cut_by_a_malformed_request_behind_it(here: World) -> None:
@@ -106,7 +102,7 @@ def test_a_good_answer_under_way_is_not_cut_by_a_malformed_request_behind_it(her
         found = answers(drain_socket(client, 5))
     assert [status for status, _, _ in found] == [200]
     assert json.loads(found[0][2])["choices"][0]["message"]["content"] == "fine"
-    assert nothing_ran(here)
+    assert here.nothing_ran()
 
 
 def test_a_pipelined_request_runs_after_the_first(here: World) -> None:
@@ -198,4 +194,4 @@ def test_a_client_that_leaves_with_requests_queued_behind_its_first_is_noticed(h
     here.tokenizer.next(Generate)
     client.close()
     poll("the request ends", lambda: not here.frontend.hub.live, 5)
-    assert nothing_ran(here)
+    assert here.nothing_ran()
