@@ -344,7 +344,9 @@ class TextDelta(Record):
     finish_reason: str = ""  # "" | "stop" | "length" | "tool_calls"; set in the last delta only
     usage: Usage | None = None  # set in the last delta only
     error: str = ""  # an in-band code; then the sequence ended without a finish_reason
-    logprobs: bytes = b""  # JSON array of per-token entries in the route's own shape
+    # JSON array with an entry per produced token. chat: {"token", "logprob", "bytes", "top_logprobs": [...]};
+    # completions: {"token", "token_logprob", "top_logprobs": {token: logprob} or null, "text_offset"}.
+    logprobs: bytes = b""
 
 
 class TextOutput(Message):
