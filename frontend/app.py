@@ -12,7 +12,9 @@ from urllib.parse import unquote
 
 import msgspec
 
+from api.decode import decode_object
 from api.errors import INVALID, ApiError, failure, invalid
+from api.fields import check_integers, integer, mapping, string
 from frontend.config import FrontendConfig
 from frontend.exchange import ClientGone, Exchange, Receive, Send
 from frontend.generate import generate
@@ -22,6 +24,7 @@ from frontend.metrics import Metrics
 STATUS_SECONDS = 3.0  # a router that is silent for longer cannot vouch for the service
 PAGE_SECONDS = 2.0
 HOOK_SECONDS = 30.0
+MAX_RANK = 1023
 MODELS = "/v1/models/"
 OPEN = frozenset({"/live", "/health"})
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
@@ -168,17 +171,13 @@ class App:
 
     async def _hook(self, exchange: Exchange) -> None:
         exchange.require_json()
-        try:
-            wanted = msgspec.json.decode(await exchange.body(), type=HookBody)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-            raise invalid(None, "the body must be an object with name, and optionally rank and args") from None
-        reply = await self._hub.hook(wanted.rank, wanted.name, wanted.args, HOOK_SECONDS)
+        limits = self._config.limits
+        source = decode_object(await exchange.body(), limits.max_json_depth)
+        name = string(source, "name")
+        if not name:
+            raise invalid("name", "name is required")
+        rank = integer(source, "rank", 0, MAX_RANK) or 0
+        args = mapping(source, "args") or {}
+        check_integers(args, "args")
+        reply = await self._hub.hook(rank, name, args, HOOK_SECONDS)
         await exchange.answer(200, msgspec.json.encode({"ok": reply.ok, "result": reply.result}))
-
-
-class HookBody(msgspec.Struct):
-    """The body of POST /deepinfer/test/hook."""
-
-    name: str
-    rank: int = 0
-    args: dict[str, Any] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
@@ -16,7 +17,8 @@ from frontend.metrics import Metrics
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 JSON_TYPE = re.compile(r"application/(?:json|[a-z0-9.-]+\+json)")
 SECONDS = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?")
-DISCARD_SECONDS = 5.0
+DISCARD_SECONDS = 10.0
+DISCARD_IDLE_SECONDS = 1.0
 DISCARD_BYTES = 256 << 20
 SMALL_BODY = 1 << 20
 CONNECTION = "deepinfer.connection"  # the ASGI extension in which our HTTP protocol shows itself
@@ -158,14 +160,14 @@ class Exchange:
         await self._send(message)
 
     async def _discard(self) -> None:
-        left = DISCARD_BYTES
+        left, deadline = DISCARD_BYTES, time.monotonic() + DISCARD_SECONDS
         try:
-            async with asyncio.timeout(DISCARD_SECONDS):
-                while left > 0:
+            while left > 0 and time.monotonic() < deadline:
+                async with asyncio.timeout(DISCARD_IDLE_SECONDS):
                     event = await self.receive()
-                    if event["type"] == "http.disconnect" or not event.get("more_body", False):
-                        return
-                    left -= len(event["body"])
+                if event["type"] == "http.disconnect" or not event.get("more_body", False):
+                    return
+                left -= len(event["body"])
         except TimeoutError:
             return
 

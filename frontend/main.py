@@ -22,6 +22,7 @@ from wire.child import Child, Control
 
 IDLE_POLL_SECONDS = 0.02
 FLUSH_SECONDS = 1.0
+LINK_SECONDS = 2.0
 BACKLOG = 2048
 
 log = logging.getLogger("deepinfer.frontend")
@@ -127,10 +128,11 @@ async def run(child: Child) -> None:
     serving = loop.create_task(frontend.serve(socket.socket(fileno=config.listen_fd)))
     linked = loop.create_task(frontend.linked())
     ends: list[asyncio.Future[Any]] = [serving, frontend.hub.refused]
-    await asyncio.wait([*ends, linked], return_when=asyncio.FIRST_COMPLETED)
-    if linked.done():
+    # Links need milliseconds. A service whose other processes are late is served all the same, with 503.
+    await asyncio.wait([*ends, linked], timeout=LINK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    if frontend.server.started:
         child.ready()
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     linked.cancel()
     if frontend.hub.refused.done():
         child.fail(frontend.hub.refused.result())

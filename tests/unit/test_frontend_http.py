@@ -138,6 +138,13 @@ def test_a_body_that_is_announced_too_large_is_413_before_it_comes(here: World) 
     assert check_error_object(status, headers, body)["code"] == "request_too_large"
 
 
+def test_a_body_that_stops_after_it_was_refused_does_not_hold_its_connection(here: World) -> None:
+    started = time.perf_counter()
+    found = answers(here.raw(HEAD + b"Content-Length: %d\r\n\r\n{" % (33 << 20)))
+    assert [status for status, _, _ in found] == [413]
+    assert time.perf_counter() - started < 3
+
+
 def test_a_chunked_body_is_counted_as_it_comes_and_the_answer_survives_the_rest() -> None:
     with world(limits=Limits(max_body_bytes=100_000)) as here:
         part = b"10000\r\n" + b"x" * 65536 + b"\r\n"

@@ -281,7 +281,15 @@ def test_hooks_reach_an_engine_only_with_test_hooks() -> None:
         assert (hook.name, hook.rank, hook.args) == ("check_pools", 1, {"a": 1})
         here.router.say(HookReply(hook.query, True, {"free": 3}))
         assert json.loads(connection.getresponse().read()) == {"ok": True, "result": {"free": 3}}
-        assert here.post("/deepinfer/test/hook", b"[]").status == 400
+        for body in (
+            b"[]",
+            b"{}",
+            b"",
+            b'{"name":5}',
+            b'{"name":"x","rank":1e9}',
+            b'{"name":"x","args":{"a":%d}}' % 2**70,
+        ):
+            assert here.post("/deepinfer/test/hook", body).error["type"] == "invalid_request_error", body
         call = here.chat(metadata={"deepinfer_hooks": {"script": [1], "dump_prompt": True}})
         assert call.generate.hooks == {"script": [1], "dump_prompt": True}
         assert call.generate.shape is not None
