@@ -25,7 +25,7 @@ log = logging.getLogger("deepinfer.frontend")
 class Choice:
     """One choice: text not sent yet, and counts of what came."""
 
-    __slots__ = ("dirty", "finish_reason", "index", "logprobs", "parts", "seen", "started", "tokens", "usage")
+    __slots__ = ("dirty", "finish_reason", "index", "last", "logprobs", "parts", "seen", "started", "tokens", "usage")
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -33,6 +33,7 @@ class Choice:
         self.logprobs: list[bytes] = []  # JSON arrays
         self.seen = 0  # characters that came
         self.tokens = 0  # ids behind them
+        self.last = 0.0  # when the last of them came
         self.finish_reason = ""
         self.usage: Usage | None = None
         self.started = False  # a chunk of it was sent
@@ -60,7 +61,6 @@ class LiveRequest:
         self.gone = False
         self.queued = False  # in the hub's list of requests to wake
         self.comment_due = False
-        self.last_output = now
         self.wrote = now
         self.cut: Callable[[], None] | None = None  # closes the client's connection at once
         self.deadline: asyncio.TimerHandle | None = None
@@ -157,12 +157,10 @@ class LiveRequest:
             return
         metrics = self._hub.metrics
         if choice.tokens:
-            metrics.inter_token.observe((now - self.last_output) / new, new)
+            metrics.inter_token.observe((now - choice.last) / new, new)
         elif choice.index == 0:
             metrics.first_token.observe(now - self.born)
-        choice.tokens = tokens
-        if choice.index == 0 or len(self.choices) == 1:
-            self.last_output = now
+        choice.tokens, choice.last = tokens, now
 
     def _unsent(self, choice: Choice, delta: TextDelta) -> tuple[str, bytes]:
         """The part of a repeated delta that did not come before (a tokenizer that resumed may repeat)."""
