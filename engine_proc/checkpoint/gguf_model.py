@@ -1,4 +1,4 @@
-"""Translates a GGUF file's model description: metadata into config.json, tensor names and layouts into Hugging Face's."""
+"""Translates a GGUF file's model: metadata into config.json, tensor names and layouts into Hugging Face's."""
 
 from __future__ import annotations
 
@@ -162,9 +162,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", "llama", _LLAMA_LAYER, interleaved=True, extra=_llama_extra),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", _LLAMA_LAYER),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", _LLAMA_LAYER, extra=_qwen3_extra),
-    "gemma3": Architecture(
-        "Gemma3ForCausalLM", "gemma3_text", _GEMMA3_LAYER, norm_plus_one=True, extra=_gemma3_extra
-    ),
+    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", _GEMMA3_LAYER, norm_plus_one=True, extra=_gemma3_extra),
 }
 
 

@@ -43,7 +43,7 @@ _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\
 
 @dataclass(frozen=True, slots=True)
 class _PreTokenizer:
-    """steps: of the tokenizer.json sequence. whole_words: a word that is a token is not merged anew. bos: by default."""
+    """steps: of the tokenizer.json sequence. whole_words: a word that is a token is not merged. bos: by default."""
 
     steps: tuple[Json, ...]
     whole_words: bool = False
@@ -193,7 +193,9 @@ def _byte_pair(source: _Source) -> tuple[Json, bool]:
     name = source.get("pre")
     if name not in PRE_TOKENIZERS:
         known = "is missing" if name is None else f"{name!r} is not known"
-        raise source.refuse(f"needs a pre-tokenizer (tokenizer.ggml.pre), which {known}; accepted are {', '.join(PRE_TOKENIZERS)}")
+        raise source.refuse(
+            f"needs a pre-tokenizer (tokenizer.ggml.pre), which {known}; accepted are {', '.join(PRE_TOKENIZERS)}"
+        )
     pre = PRE_TOKENIZERS[name]
     merges = source.get("merges")
     if not isinstance(merges, list):
@@ -212,7 +214,9 @@ def _byte_pair(source: _Source) -> tuple[Json, bool]:
     }, pre.bos
 
 
-def _model(source: _Source, merges: list[list[str]], unknown: str | None, byte_fallback: bool, whole_words: bool) -> Json:
+def _model(
+    source: _Source, merges: list[list[str]], unknown: str | None, byte_fallback: bool, whole_words: bool
+) -> Json:
     return {
         "type": "BPE",
         "dropout": None,

@@ -1,4 +1,4 @@
-"""Becomes `python -m pip ARGUMENTS`, which ends when the process that started it ends. Run as a file, never imported."""
+"""Becomes `python -m pip ARGUMENTS`, which ends when the process that started it ends. Run as a file."""
 
 from __future__ import annotations
 

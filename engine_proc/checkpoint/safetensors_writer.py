@@ -52,7 +52,7 @@ class SafetensorsWriter:
 
     def write(self, piece: npt.NDArray[np.generic]) -> None:
         """The next bytes, C-contiguous."""
-        self._file.write(memoryview(piece).cast("B"))
+        self._file.write(piece.reshape(-1).view(np.uint8).data)
         self.written += piece.nbytes
 
     def finish(self) -> None:
