@@ -1,0 +1,45 @@
+"""Texts on which a tokenizer's laws are tried at start: written to break what is assumed about borders and bytes."""
+
+from __future__ import annotations
+
+TEXT_SAMPLES = (
+    "The quick brown fox jumps over the lazy dog, and then it does not come back for the rest of the day at all.",
+    "of the in the to the and the on the for the it is that is as well as in order to such as one of the more than",
+    "def f(self, a: int = 3) -> str:\n    return f'{a!r}'  # no more\n\n\nclass A:\n\tpass\n    x = a if b else c\n",
+    "a b c d e f g h i j k l m n o p q r s t u v w x y z A B C D E F G H I J K L M N O P Q R S T U V W X Y Z",
+    "don't can't I'll we've it's THEY'RE O'Neil rock'n'roll 'tis y'all he'd she's and so on and so forth",
+    "1 2 34 567 8,901 2.5e-3 0x1F a1 b2 3c 10th 2nd v1.2.3 then some words after all of these numbers",
+    "naïve café — “quoted” … €5 ﬁne ①②③ ＦＵＬＬ width e\u0301 a\u0308 \u0915\u094d\u0937 and plain words again",
+    "한국어 문장과 日本語の文 和 中文 العربية מחק ไทย плюс русский текст with english words in between them",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1f3\U0001f1f4 \U0001f44d\U0001f3fd emoji in the middle of words",
+    "   leading spaces and   inner   spaces \t tabs \t\t and trailing ones   ",
+    '{"name": "f", "arguments": {"path": "/tmp/a b", "n": 12}} and <b>html</b> &amp; [links](http://a.b/c?d=e)',
+)
+SEGMENT_SAMPLES = (
+    *TEXT_SAMPLES,
+    "",
+    " ",
+    "\n",
+    "\n\n",
+    " \n ",
+    "a",
+    " a",
+    "a ",
+    "  a  ",
+    "\na\n",
+    "user\nHello",
+    "assistant\n",
+    "\u2581a\u2581",
+    "\u0120a",
+    "\u00a0a\u00a0",
+    "\u0301a",
+    "\u200da",
+    "'s",
+    "123",
+    "<",
+    "|",
+    ">",
+    "<|",
+    "\ufeffa",
+    "\U00012000",
+)
