@@ -333,14 +333,14 @@ class Beat(threading.Thread):
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], dialer: Dialer, generation: int) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self._context, self._dialer, self._generation = context, dialer, generation
-        self._stop = threading.Event()
+        self._ending = threading.Event()
 
     def run(self) -> None:
         socket = self._context.socket(zmq.DEALER)
         _limit(socket)
         socket.setsockopt(zmq.IDENTITY, self._dialer.identity + BEAT_SUFFIX)
         socket.connect(f"ipc://{self._dialer.path}")
-        while not self._stop.wait(BEAT_SECONDS):
+        while not self._ending.wait(BEAT_SECONDS):
             try:
                 socket.send(_pack(self._dialer.session, 0, Heartbeat(self._generation)), zmq.NOBLOCK)
             except zmq.Again:
@@ -348,5 +348,5 @@ class Beat(threading.Thread):
         socket.close(0)
 
     def stop(self) -> None:
-        self._stop.set()
+        self._ending.set()
         self.join()
