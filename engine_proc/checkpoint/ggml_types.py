@@ -110,7 +110,7 @@ def _q4_k(blocks: Bytes) -> Floats:
 def _q5_k(blocks: Bytes) -> Floats:
     # Bit j of high byte l is the fifth bit of element l of group j.
     shifts = np.arange(8, dtype=np.uint8)[None, :, None]
-    high = ((blocks[:, None, 16:48] >> shifts) & 1) * np.uint8(16)
+    high: Bytes = ((blocks[:, None, 16:48] >> shifts) & np.uint8(1)) * np.uint8(16)
     return _k_linear(blocks, _groups_of_64(blocks[:, 48:176]) | high)
 
 
