@@ -19,7 +19,8 @@ from itertools import chain
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import ext, nodes
+from jinja2.parser import Parser
 
 MARKS = [chr(code) for code in chain(range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE))]  # noncharacters, private use
 GATE_CHARS = 2
@@ -94,7 +95,7 @@ class Guard:
         if type(value) is dict:
             return {
                 self._mark_text(name, mark, False): (
-                    item if type(item) is str and item in ROLES else self._marked(item, mark, fronts)
+                    item if name == "role" and type(item) is str and item in ROLES else self._marked(item, mark, fronts)
                 )
                 for name, item in value.items()
             }
@@ -113,12 +114,12 @@ def literals(source: str) -> Iterator[str]:
             yield constant.value
 
 
-class GenerationTag(jinja2.ext.Extension):
+class GenerationTag(ext.Extension):
     """`{% generation %}` marks what a model wrote, for training; here its body is rendered as it is."""
 
     tags = {"generation"}
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
+    def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

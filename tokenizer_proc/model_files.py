@@ -54,7 +54,7 @@ def load_model_files(folder: Path, chat_template: str = "") -> ModelFiles:
         raise ValueError(f"{path}: {error}") from error
     settings = _optional(folder / "tokenizer_config.json")
     special_tokens = _texts(_optional(folder / "special_tokens_map.json")) | _texts(settings)
-    prefix, suffix = _surroundings(tokenizer, settings, special_tokens)
+    prefix, suffix = _surroundings(tokenizer)
     return ModelFiles(
         tokenizer=tokenizer,
         spec=spec,
@@ -90,25 +90,14 @@ def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     }
 
 
-def _surroundings(
-    tokenizer: Tokenizer, settings: dict[str, Any], special_tokens: dict[str, str]
-) -> tuple[list[int], list[int]]:
-    """Ids around an encoded text. Explicit `add_bos_token` / `add_eos_token` override the tokenizer's own rule."""
-    if "add_bos_token" in settings or "add_eos_token" in settings:
-        bos = _id_of(tokenizer, special_tokens.get("bos_token")) if settings.get("add_bos_token") else []
-        eos = _id_of(tokenizer, special_tokens.get("eos_token")) if settings.get("add_eos_token") else []
-        return bos, eos
+def _surroundings(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Ids that the tokenizer puts around a text. As in the reference library, only tokenizer.json has a say in it."""
     bare = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a", add_special_tokens=True).ids
     for start in range(len(whole) - len(bare) + 1):
         if whole[start : start + len(bare)] == bare:
             return whole[:start], whole[start + len(bare) :]
     return [], []
-
-
-def _id_of(tokenizer: Tokenizer, text: str | None) -> list[int]:
-    number = None if text is None else tokenizer.token_to_id(text)
-    return [] if number is None else [number]
 
 
 def _templates(folder: Path, settings: dict[str, Any], chat_template: str) -> dict[str, str]:

@@ -8,7 +8,6 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from api.errors import ApiError, invalid
