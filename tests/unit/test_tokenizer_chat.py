@@ -62,7 +62,8 @@ class Place:
         self.reference = AutoTokenizer.from_pretrained(str(folder))
 
     def ids(self, messages: Any, tools: Any = None, **kwargs: Any) -> list[int]:
-        return np.frombuffer(self.encoder.chat(*self.template.render(messages, tools, kwargs)), np.int32).tolist()
+        text, mark = self.template.render(messages, tools, kwargs)
+        return [int(number) for number in np.frombuffer(self.encoder.chat(text, mark), np.int32)]
 
     def expected(self, messages: Any, tools: Any = None, **kwargs: Any) -> list[int]:
         return list(

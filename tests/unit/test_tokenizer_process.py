@@ -170,7 +170,7 @@ def test_27_a_character_cut_off_at_the_end_is_left_out(place: World) -> None:
         generate = place.ask(sampling=Sampling())
         place.accept(generate.rid)
         script = ids_of("ok \U00012000")[:-1]
-        place.turn_until(lambda rid=generate.rid: rid in place.tokenizer.service.table.sequences, "sequence")
+        place.until_begun(generate)
         place.step(generate.rid, 0, script, reason)
         last = place.until_end(generate.rid)[-1]
         assert (last.text, last.finish_reason, last.tokens) == ("ok ", reason, len(script))
@@ -180,7 +180,7 @@ def test_tokens_without_text_under_ignore_eos_show_one_replacement(place: World)
     for ignore, text in ((True, "\ufffd"), (False, "")):
         generate = place.ask(sampling=Sampling(ignore_eos=ignore))
         place.submits()
-        place.turn_until(lambda rid=generate.rid: rid in place.tokenizer.service.table.sequences, "sequence")
+        place.until_begun(generate)
         place.accept(generate.rid)
         place.step(generate.rid, 0, ids_of("\U00012000")[:2], "length")
         assert "".join(delta.text for delta in place.until_end(generate.rid)) == text
@@ -190,12 +190,12 @@ def test_a_failure_is_an_error_before_and_after_acceptance(place: World) -> None
     for code, status in (("internal_error", 500), ("engine_unavailable", 503)):
         place.at_frontend.clear()
         generate = place.ask()
-        place.turn_until(lambda rid=generate.rid: rid in place.tokenizer.service.table.sequences, "sequence")
+        place.until_begun(generate)
         place.step(generate.rid, 0, [], "error", code=code)
         (refusal,) = place.at(place.at_frontend, Rejected)
         assert (refusal.rid, refusal.status, refusal.code) == (generate.rid, status, code)
         generate = place.ask()
-        place.turn_until(lambda rid=generate.rid: rid in place.tokenizer.service.table.sequences, "sequence")
+        place.until_begun(generate)
         place.accept(generate.rid)
         place.step(generate.rid, 0, ids_of("some"), "error", code=code)
         last = place.until_end(generate.rid)[-1]
@@ -255,12 +255,13 @@ def test_a_lost_frontend_s_requests_are_aborted(place: World) -> None:
     place.submits()
     place.tokenizer.lost(Control("lost", role="frontend", index=0, generation=5))
     assert place.at(place.at_router, Abort)[0].sids == [by_control.rid]
-    place.frontend.greet()
-    place.turn_until(lambda: "frontend.0" in place.tokenizer.listener.by_name, "frontend")
+    place.frontend.close()
+    place.frontend = place.dial_frontend(6)
+    place.turn_until(lambda: place.frontend.ready, "frontend")
     by_restart = place.ask()
     place.submits(2)
     place.frontend.close()
-    place.frontend = place.dial_frontend(6)
+    place.frontend = place.dial_frontend(9)
     assert place.at(place.at_router, Abort, 2)[1].sids == [by_restart.rid]
 
 
@@ -280,7 +281,7 @@ def test_10_prompt_and_max_tokens_beyond_the_context(place: World, sampling: Sam
         ({"route": "completions", "prompts": [[5] * 77]}, "prompt", 77),
     ):
         place.at_frontend.clear()
-        place.ask(sampling=sampling, **fields)  # type: ignore[arg-type]
+        place.ask(sampling=sampling, **fields)
         (refusal,) = place.at(place.at_frontend, Rejected)
         assert (refusal.status, refusal.code, refusal.param) == (400, "context_length_exceeded", param)
         assert "maximum context length is 8192 tokens" in refusal.text
@@ -358,7 +359,7 @@ def test_28_nothing_of_one_answer_is_in_another(place: World) -> None:
     half = ids_of("\U00012000")[:2]
     for _ in range(2):
         generate = place.ask(sampling=Sampling(stop=["zzz"]))
-        place.turn_until(lambda rid=generate.rid: rid in place.tokenizer.service.table.sequences, "sequence")
+        place.until_begun(generate)
         place.accept(generate.rid)
         place.step(generate.rid, 0, ids_of("zz") + half, "length")
         assert "".join(delta.text for delta in place.until_end(generate.rid)) == "zz"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,7 @@ def sentencepiece(scheme: str) -> str:
     spec["added_tokens"] = []
     tokenizer = Tokenizer.from_str(json.dumps(spec))
     if scheme == "legacy":
-        tokenizer.pre_tokenizer = None  # type: ignore[assignment]
+        tokenizer.pre_tokenizer = None
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         tokenizer.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -209,7 +210,7 @@ def wordpiece() -> str:
     return tokenizer.to_str()
 
 
-SPECS = {
+SPECS: dict[str, Callable[[], str]] = {
     "byte_level": byte_level,
     "legacy": lambda: sentencepiece("legacy"),
     "first": lambda: sentencepiece("first"),

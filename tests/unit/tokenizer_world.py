@@ -130,6 +130,10 @@ class World:
         assert self.frontend.send(generate)
         return generate
 
+    def until_begun(self, generate: Generate) -> None:
+        """Until the request is encoded and on its way."""
+        self.turn_until(lambda: generate.rid in self.tokenizer.service.table.sequences, "sequence")
+
     def submits(self, count: int = 1) -> list[tuple[Submit, list[int], bytes]]:
         """Requests that reached the router: message, prompt ids, keys."""
         self.at(self.at_router, Submit, count)
