@@ -22,14 +22,13 @@ _LLAMA_LAYER = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_GEMMA3_LAYER = _LLAMA_LAYER | {
+_QWEN3_LAYER = _LLAMA_LAYER | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_GEMMA3_LAYER = _QWEN3_LAYER | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -46,7 +45,10 @@ _GEMMA3_27B_LAYERS = 62
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """layer: GGUF names of a layer's parts → ours. interleaved: q and k rows lie in the interleaved rotary order."""
+    """layer: GGUF names of a layer's parts → ours.
+
+    interleaved: q and k rows lie in the interleaved rotary order. norm_plus_one: norms are stored as 1 + weight.
+    """
 
     hf_name: str
     model_type: str
@@ -161,7 +163,7 @@ def _gemma3_extra(fields: _Fields, config: Json) -> None:
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", "llama", _LLAMA_LAYER, interleaved=True, extra=_llama_extra),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", _LLAMA_LAYER),
-    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", _LLAMA_LAYER, extra=_qwen3_extra),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", _QWEN3_LAYER, extra=_qwen3_extra),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", _GEMMA3_LAYER, norm_plus_one=True, extra=_gemma3_extra),
 }
 
@@ -243,6 +245,7 @@ def _minus_one(rows: Floats) -> Floats:
 def targets(file: GgufFile, config: Json) -> list[Target]:
     """Every tensor of the file in Hugging Face's naming; ValueError names a tensor with no place in the model."""
     _, architecture = architecture_of(file)
+    _expect_all(file, architecture, config["num_hidden_layers"])
     found: list[Target] = []
     for name, info in file.tensors.items():
         if name == _ROPE_FACTORS:
@@ -260,6 +263,15 @@ def targets(file: GgufFile, config: Json) -> list[Target]:
         else:
             found.append(Target(target, name))
     return found
+
+
+def _expect_all(file: GgufFile, architecture: Architecture, layers: int) -> None:
+    """ValueError names a tensor without which the model is not whole."""
+    needed = [f"blk.{layer}.{part}.weight" for layer in range(layers) for part in architecture.layer]
+    needed.append("output_norm.weight")
+    for name in needed:
+        if name not in file.tensors:
+            raise ValueError(f"{file.path}: tensor {name} is missing")
 
 
 def _bias_order(head_dim: int) -> Transform:

@@ -1,4 +1,7 @@
-"""A writer of small GGUF files for tests, and small models and tokenizers to put in them. Shares no code with the reader."""
+"""A writer of small GGUF files for tests, and small models and tokenizers to put in them.
+
+Shares no code with the reader.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,23 @@ def byte_alphabet() -> list[str]:
     return [chr(byte) if byte in plain else chr(next(spare)) for byte in range(256)]
 
 
-MERGES = ["t h", "h e", "th e", "Ġ the", "Ġ t", "a n", "an d", "Ġ and", "1 2", "12 3", "Ġ Ġ", "ĠĠ Ġ", "e r", "' s", "Ġ a"]
+MERGES = [
+    "t h",
+    "h e",
+    "th e",
+    "Ġ the",
+    "Ġ t",
+    "a n",
+    "an d",
+    "Ġ and",
+    "1 2",
+    "12 3",
+    "Ġ Ġ",
+    "ĠĠ Ġ",
+    "e r",
+    "' s",
+    "Ġ a",
+]
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 

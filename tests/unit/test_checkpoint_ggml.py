@@ -39,7 +39,7 @@ def q4_1(block: Block) -> list[np.float32]:
 
 
 def fifth(block: Block, at: int, j: int) -> int:
-    return (struct.unpack_from("<I", block, at)[0] >> j & 1) * 16
+    return (int.from_bytes(block[at : at + 4], "little") >> j & 1) * 16
 
 
 def q5_0(block: Block) -> list[np.float32]:
@@ -108,7 +108,7 @@ REFERENCES = {
 }  # fmt: skip
 BY_NAME = {form.name: form for form in FORMATS.values()}
 # Where the fp16 fields lie: the tests keep them finite, as every file does.
-HALVES = {"Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,), "Q6_K": (208,), "F16": (0,)}
+HALVES: dict[str, tuple[int, ...]] = {"Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,), "Q6_K": (208,), "F16": (0,)}
 HALVES |= dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
 
 
