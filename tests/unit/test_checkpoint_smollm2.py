@@ -32,7 +32,11 @@ def tokenizer_file() -> Path:
 
 
 class Reference:
-    """Byte-pair encoding as defined, over the vocabulary and merges of the file."""
+    """Byte-pair encoding as defined, over the vocabulary and merges of the file.
+
+    The vocabulary lacks 21 bytes: six control characters, and bytes that only unassigned characters or no UTF-8 at all
+    would need. The model has no unknown token, so they are left out, as its other implementations do.
+    """
 
     def __init__(self, path: Path) -> None:
         model: dict[str, Any] = json.loads(path.read_text("utf-8"))["model"]
@@ -44,7 +48,7 @@ class Reference:
         found = []
         for piece in split(text, PATTERNS["smollm"]):
             word = [self.letters[byte] for byte in piece.encode("utf-8")]
-            found += [self.ids[token] for token in merged(word, self.ranks)]
+            found += [self.ids[token] for token in merged(word, self.ranks) if token in self.ids]
         return found
 
 
@@ -57,6 +61,9 @@ def test_known_ids(tokenizer_file: Path) -> None:
     assert [tokenizer.id_to_token(index) for index in range(3)] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     assert special == set(range(17))
+    missing = [byte for byte, letter in enumerate(byte_alphabet()) if letter not in tokenizer.get_vocab()]
+    assert [byte for byte in missing if byte < 0xC0] == [0x04, 0x06, 0x13, 0x14, 0x16, 0x1D]
+    assert [byte for byte in missing if byte >= 0xC0] == [0xC0, 0xC1, 0xF1, 0xF2, *range(0xF5, 0x100)]
 
 
 def test_any_text_encodes_as_defined_and_comes_back(tokenizer_file: Path) -> None:
@@ -65,7 +72,8 @@ def test_any_text_encodes_as_defined_and_comes_back(tokenizer_file: Path) -> Non
     def check(text: str) -> None:
         found = tokenizer.encode(text).ids
         assert found == reference.encode(text)
-        assert tokenizer.decode(found) == text
+        if not any(reference.letters[byte] not in reference.ids for byte in text.encode("utf-8")):
+            assert tokenizer.decode(found) == text
 
     @given(text=some.one_of(some.text(max_size=80), some.text(some.sampled_from(ALPHABET), max_size=80)))
     def check_drawn(text: str) -> None:
