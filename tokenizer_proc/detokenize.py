@@ -11,7 +11,6 @@ byte, also for characters before the fault; a stream has sent those already.)
 from __future__ import annotations
 
 import codecs
-import json
 import random
 import re
 from collections.abc import Sequence
@@ -47,12 +46,13 @@ class DecodeState(Protocol):
 class Detokenizer:
     """`pieces` maps ids to what `DecodeState.feed` takes; `token_bytes` gives any id's own bytes, special or not."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> None:
+        """`decoder`: the tokenizer's own, as tokenizer.json has it."""
         self._tokenizer = tokenizer
         self._specials = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         names = {number: name for name, number in tokenizer.get_vocab(with_added_tokens=True).items()}
         self._names: list[str | None] = [names.get(number) for number in range(max(names, default=-1) + 1)]
-        self._rule = _rule_for(json.loads(tokenizer.to_str()).get("decoder"))
+        self._rule = _rule_for(decoder)
         self._table: list[bytes] = []
         self._own: list[bytes] = []
         if self._rule is not None:

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
+from tokenizer_proc.guard import any_of
 from tokenizer_proc.model_files import ModelFiles
 from tokenizer_proc.samples import SEGMENT_SAMPLES, TEXT_SAMPLES
 
@@ -132,10 +133,9 @@ class Encoder:
         if not self._control:
             return None
         if mark not in self._splitters:
-            # Longest first, as the tokenizer matches. A token of one character is broken by the mark behind it.
-            texts = sorted(self._control, key=len, reverse=True)
-            ends = {True: f"(?!{mark})" if mark else "", False: ""}
-            self._splitters[mark] = re.compile("(" + "|".join(re.escape(t) + ends[len(t) == 1] for t in texts) + ")")
+            # A token of one character is broken by the mark behind it.
+            single = f"(?!{mark})" if mark else ""
+            self._splitters[mark] = re.compile(f"({any_of(self._control, single)})")
         return self._splitters[mark]
 
     def _first(self, text: str, mark: str) -> bytes:
@@ -229,11 +229,13 @@ class Encoder:
 
 def _plain_tokenizer(files: ModelFiles) -> Tokenizer:
     """The same tokenizer, for which control tokens are ordinary text, with the anchor as its last token."""
-    added = [
-        {**token, "special": token["special"] or token["content"] in files.control}
-        for token in files.spec.get("added_tokens", [])
-    ]
-    tokenizer = Tokenizer.from_str(json.dumps({**files.spec, "added_tokens": added}))
+    source, added = files.source, files.tokenizer.get_added_tokens_decoder().values()
+    if any(token.content in files.control and not token.special for token in added):
+        spec = json.loads(source)
+        for token in spec["added_tokens"]:
+            token["special"] |= token["content"] in files.control
+        source = json.dumps(spec)
+    tokenizer = Tokenizer.from_str(source)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     files.tokenizer.no_truncation()

@@ -37,8 +37,7 @@ class Guard:
         self._longest = max(map(len, self._control), default=0)
         self._prefixes = {text[:size] for text in self._control for size in range(1, len(text))}
         self._suffixes = {text[start:] for text in self._control for start in range(1, len(text))}
-        alternatives = "|".join(map(re.escape, self._control))
-        self._starts = re.compile(f"(?=(?:{alternatives}))(.)", re.DOTALL) if self._control else None
+        self._starts = re.compile(f"(?={any_of(self._control)})(.)", re.DOTALL) if self._control else None
         self.open_ended = any(self._ends_in_prefix(text) for source in templates for text in literals(source))
 
     def protect(self, messages: Any, tools: Any = None) -> tuple[Any, Any, str]:
@@ -100,6 +99,33 @@ class Guard:
                 for name, item in value.items()
             }
         return value
+
+
+def any_of(texts: Iterable[str], after_single: str = "") -> str:
+    """A regular expression for the longest of these texts, as a tree: models have thousands of control tokens.
+
+    `after_single` follows texts of one character.
+    """
+    root: dict[str, Any] = {}
+    for text in texts:
+        node = root
+        for character in text:
+            node = node.setdefault(character, {})
+        node[""] = {}
+
+    def pattern(node: dict[str, Any], depth: int) -> str:
+        ends = "" in node
+        branches = [
+            re.escape(character) + (pattern(child, depth + 1) if child.keys() != {""} else after_single * (depth == 0))
+            for character, child in sorted(node.items())
+            if character
+        ]
+        if not branches:
+            return ""
+        joined = branches[0] if len(branches) == 1 and not ends else f"(?:{'|'.join(branches)})"
+        return f"{joined}?" if ends else joined
+
+    return pattern(root, 0)
 
 
 def literals(source: str) -> Iterator[str]:

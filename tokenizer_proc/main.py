@@ -32,7 +32,7 @@ class Tokenizer:
         """Read the model's files, check the tokenizer, open the links. Raises ValueError in one line."""
         files = load_model_files(Path(config.model_dir), config.chat_template)
         self.encoder = Encoder(files, config.segment_cache_tokens)
-        self.detokenizer = Detokenizer(files.tokenizer)
+        self.detokenizer = Detokenizer(files.tokenizer, files.decoder)
         preparer = Preparer(config, files, self.encoder, self.detokenizer)
         self._name = f"tokenizer.{index}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

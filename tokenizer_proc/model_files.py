@@ -22,7 +22,8 @@ class ModelFiles:
     """
 
     tokenizer: Tokenizer
-    spec: dict[str, Any]  # tokenizer.json
+    source: str  # text of tokenizer.json
+    decoder: dict[str, Any] | None  # its decoder
     special_tokens: dict[str, str]  # bos_token, eos_token, ... as templates see them
     control: dict[str, int]  # text -> id
     prefix_ids: list[int]  # what the tokenizer puts around a text (BOS, EOS)
@@ -47,9 +48,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def load_model_files(folder: Path, chat_template: str = "") -> ModelFiles:
     """Read the folder. `chat_template`: a path that replaces the model's own. Raises ValueError naming the file."""
     path = folder / "tokenizer.json"
-    spec = read_json(path)
+    source, decoder = _read_tokenizer(path)
     try:
-        tokenizer = Tokenizer.from_str(json.dumps(spec))
+        tokenizer = Tokenizer.from_str(source)
     except Exception as error:  # tokenizers raises bare Exception
         raise ValueError(f"{path}: {error}") from error
     settings = _optional(folder / "tokenizer_config.json")
@@ -57,7 +58,8 @@ def load_model_files(folder: Path, chat_template: str = "") -> ModelFiles:
     prefix, suffix = _surroundings(tokenizer)
     return ModelFiles(
         tokenizer=tokenizer,
-        spec=spec,
+        source=source,
+        decoder=decoder,
         special_tokens=special_tokens,
         control=_control_tokens(tokenizer),
         prefix_ids=prefix,
@@ -65,6 +67,12 @@ def load_model_files(folder: Path, chat_template: str = "") -> ModelFiles:
         templates=_templates(folder, settings, chat_template),
         generation=_optional(folder / "generation_config.json"),
     )
+
+
+def _read_tokenizer(path: Path) -> tuple[str, dict[str, Any] | None]:
+    spec = read_json(path)
+    decoder = spec.get("decoder")
+    return path.read_text(encoding="utf-8"), decoder if isinstance(decoder, dict) else None
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Templates in the styles of well-known models, over tokenizers of each kind; the 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from api.errors import ApiError
 from tests.unit.tokenizer_models import CONTROL, SPECS, TEMPLATES, ZEPHYR, model_folder
 from tests.unit.tokenizer_world import TINY
 from tokenizer_proc.encode import Encoder
-from tokenizer_proc.guard import Guard, literals
+from tokenizer_proc.guard import Guard, any_of, literals
 from tokenizer_proc.model_files import ModelFiles, load_model_files
 from tokenizer_proc.render import ChatTemplate
 
@@ -191,6 +192,15 @@ def test_31_a_template_that_builds_tokens_around_text_is_seen() -> None:
     messages, _, mark = guard.protect([{"role": "user", "content": "user", "name": "user|>"}])
     assert messages[0] == {"role": "user", "content": f"{mark}user", "name": f"{mark}user|>"}
     assert "<|" in set(literals(ZEPHYR))
+
+
+@given(
+    texts=st.lists(st.text("ab<", min_size=1, max_size=4), min_size=1, max_size=6),
+    text=st.text("ab<", max_size=20),
+)
+def test_the_pattern_of_control_tokens_matches_the_longest(texts: list[str], text: str) -> None:
+    plain = "|".join(map(re.escape, sorted(set(texts), key=len, reverse=True)))
+    assert re.findall(any_of(texts), text) == re.findall(plain, text)
 
 
 def test_31_nothing_is_copied_when_nothing_needs_a_mark() -> None:

@@ -13,10 +13,15 @@ from tests.unit.tokenizer_models import CONTROL, SPECS, with_control, wordpiece
 from tests.unit.tokenizer_world import TINY
 from tokenizer_proc.detokenize import Detokenizer
 
+
+def detokenizer_of(tokenizer: Tokenizer) -> Detokenizer:
+    return Detokenizer(tokenizer, json.loads(tokenizer.to_str())["decoder"])
+
+
 KINDS = {kind: with_control(spec(), CONTROL["qwen"], ["<think>", "<|plain|>"]) for kind, spec in SPECS.items()}
 KINDS["tiny"] = Tokenizer.from_file(str(TINY / "tokenizer.json"))
 KINDS["wordpiece"] = Tokenizer.from_str(wordpiece())
-TABLES = {kind: Detokenizer(tokenizer) for kind, tokenizer in KINDS.items()}
+TABLES = {kind: detokenizer_of(tokenizer) for kind, tokenizer in KINDS.items()}
 CHARACTERS = [
     "a", " ", "  ", "the ", "\n", "é", "e\u0301", "€", "한", "ب", "\u0915\u094d\u0937", "\U0001f680", "\U00012000",
     "\U0001f468\u200d\U0001f469", "\U0001f1f3\U0001f1f4", "<|im_end|>", "<think>", "\u2581", "\u0120", "word ",
@@ -101,7 +106,7 @@ def test_27_bytes_that_can_become_no_character_are_shown_at_once() -> None:
 
 
 def test_ids_without_a_token_have_no_text() -> None:
-    detokenizer = Detokenizer(KINDS["tiny"])
+    detokenizer = detokenizer_of(KINDS["tiny"])
     with pytest.raises(IndexError):
         detokenizer.pieces([2050])
     detokenizer.cover(2051)

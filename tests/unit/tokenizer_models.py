@@ -220,11 +220,11 @@ SPECS: dict[str, Callable[[], str]] = {
 }
 
 
-def with_control(spec: str, control: list[str], marks: list[str] | None = None, **flags: Any) -> Tokenizer:
+def with_control(spec: str, control: list[str], marks: tuple[str, ...] | list[str] = (), **flags: bool) -> Tokenizer:
     """The tokenizer with special tokens, and with `marks`: added tokens that are not special."""
     tokenizer = Tokenizer.from_str(spec)
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True, **flags) for text in control])
-    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in marks or []])
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in marks])
     return tokenizer
 
 
