@@ -80,12 +80,9 @@ class Tokenizer:
         self._read_frontends(now)
         service.flush(now)
         for request, outcome in self.workers.outcomes():
-            service.on_outcome(request, outcome)
-        until = now + INBOX_SECONDS
-        while service.inbox:
-            service.start_next()
-            if time.monotonic() > until:
-                break
+            service.on_outcome(request, outcome, now)
+        while service.inbox and time.monotonic() - now < INBOX_SECONDS:
+            service.start_next(now)
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
             service.tick(now)
@@ -96,6 +93,7 @@ class Tokenizer:
         for message, frames in self.router.drain(now):
             if isinstance(message, Welcome):
                 self.service.lose_router()  # whatever was under way with its former generation is over
+                self._sent = None
             elif isinstance(message, Refused):
                 self.refused = f"the router refused the link: {message.reason}"
             elif not self.service.on_router(message, frames, now):

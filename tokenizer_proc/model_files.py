@@ -116,7 +116,7 @@ def _templates(folder: Path, settings: dict[str, Any], chat_template: str) -> di
     if isinstance(given, str):
         found["default"] = given
     elif isinstance(given, list):
-        found = {item["name"]: item["template"] for item in given if isinstance(item, dict) and "template" in item}
+        found = {item["name"]: item["template"] for item in given if {"name", "template"} <= item.keys()}
     elif isinstance(given, dict):
         found = {name: text for name, text in given.items() if isinstance(text, str)}
     if (path := folder / "chat_template.jinja").exists():

@@ -46,6 +46,15 @@ class Prepared:
     echo: list[str] = field(default_factory=list)  # with echo: each prompt's text
     prompt_ids: list[int] | None = None
 
+    def shorten_timeout(self, seconds: float) -> bool:
+        """Take the time that has passed from the request's own deadline. False when none is left."""
+        for submit in self.submits:
+            if submit.timeout:
+                submit.timeout -= seconds
+                if submit.timeout <= 0:
+                    return False
+        return True
+
     @property
     def prompt_tokens(self) -> list[int]:
         return [len(ids) // ID_BYTES for ids, _ in self.frames]

@@ -69,7 +69,7 @@ class Service:
                 return False
         return True
 
-    def start_next(self) -> None:
+    def start_next(self, now: float) -> None:
         """Prepare the oldest request of the inbox, or give it to a worker."""
         request, generate, body = self.inbox.popleft()
         if request.gone:
@@ -80,12 +80,15 @@ class Service:
         elif body or _is_large(generate):
             self._workers.submit(request, generate, body, status.service)
         else:
-            self.on_outcome(request, outcome_of(self._preparer.prepare, generate, body, status.service))
+            outcome = outcome_of(self._preparer.prepare, generate, body, status.service)
+            self.on_outcome(request, outcome, now)
 
-    def on_outcome(self, request: Request, outcome: Outcome) -> None:
+    def on_outcome(self, request: Request, outcome: Outcome, now: float) -> None:
         """A request is prepared (or refused): send it to the router."""
         if request.gone:
             return
+        if not isinstance(outcome, ApiError) and not outcome.shorten_timeout(now - request.started):
+            outcome = failure("request_timeout")
         if isinstance(outcome, ApiError):
             self._refuse(request, outcome)
             return

@@ -60,6 +60,8 @@ class Sequence:
 
     def take_logprobs(self, found: SequenceLogprobs) -> bool:
         """Keep the records of ids that came in the same step. False when they do not fit to the ids."""
+        if self.stopped_at:
+            return True
         skip = self.tokens + len(self.records) - found.offset
         if skip < 0:
             return False
@@ -106,7 +108,9 @@ class Sequence:
 
     def stopped(self) -> TextDelta:
         """The last delta after a stop string matched; usage from the engine's last word, if that has come."""
-        usage = Usage(self.request.prompt_tokens_of(self.sid)) if self.end is None else self.end.usage
+        usage = Usage(0) if self.end is None else self.end.usage
+        if not usage.prompt_tokens:  # the engine's last word did not come, or came from a failure
+            usage = Usage(self.request.prompt_tokens_of(self.sid))
         return TextDelta(self.sid, self.offset, "", self.tokens, "stop", usage)
 
     def _matched(self, detokenizer: Detokenizer, pieces: list[Any], now: float) -> tuple[str, bytes]:

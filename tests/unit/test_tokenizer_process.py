@@ -59,7 +59,8 @@ def test_a_chat_goes_in_and_its_text_comes_back(place: World) -> None:
         "<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n"
     )
     assert (submit.sid, submit.n, submit.params.max_tokens, submit.params.seed) == (generate.rid, 1, 20, 5)
-    assert (submit.session_key, submit.user, submit.timeout, len(submit.first_hash)) == ("s", "u", 3.0, 16)
+    assert (submit.session_key, submit.user, len(submit.first_hash)) == ("s", "u", 16)
+    assert 2.5 < submit.timeout <= 3.0
     assert keys == b""  # no full block
     place.accept(generate.rid)
     place.at(place.at_frontend, Accepted)
@@ -237,6 +238,13 @@ def test_an_abort_while_a_worker_encodes_sends_nothing_on(place: World) -> None:
     ((submit, _, _),) = place.submits()
     assert submit.sid == other.rid
     place.tokenizer.service.lose_router()
+
+
+def test_a_deadline_that_passes_while_a_worker_encodes(place: World) -> None:
+    place.ask(messages=[{"role": "user", "content": "word " * 3500}], timeout=1e-6)
+    (refusal,) = place.at(place.at_frontend, Rejected)
+    assert (refusal.status, refusal.code) == (504, "request_timeout")
+    assert not place.tokenizer.service.table.requests
 
 
 def test_a_lost_router_ends_everything(place: World) -> None:
