@@ -105,12 +105,13 @@ MERGES = [
     "' s",
     "Ġ a",
 ]
+WHOLE = "hand"  # a token that no merge makes
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def byte_pair_metadata(pre: str | None = "smollm", extra: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Three control tokens, the bytes, the results of MERGES, and user-defined tokens."""
-    tokens = [*SPECIALS, *byte_alphabet(), *dict.fromkeys(merge.replace(" ", "") for merge in MERGES), *extra]
+    """Three control tokens, the bytes, the results of MERGES, WHOLE, and user-defined tokens."""
+    tokens = [*SPECIALS, *byte_alphabet(), *dict.fromkeys(merge.replace(" ", "") for merge in MERGES), WHOLE, *extra]
     types = [3] * len(SPECIALS) + [1] * (len(tokens) - len(SPECIALS) - len(extra)) + [4] * len(extra)
     metadata: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",

@@ -61,7 +61,8 @@ def test_known_ids(tokenizer_file: Path) -> None:
     assert [tokenizer.id_to_token(index) for index in range(3)] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     assert special == set(range(17))
-    missing = [byte for byte, letter in enumerate(byte_alphabet()) if letter not in tokenizer.get_vocab()]
+    known = tokenizer.get_vocab()
+    missing = [byte for byte, letter in enumerate(byte_alphabet()) if letter not in known]
     assert [byte for byte in missing if byte < 0xC0] == [0x04, 0x06, 0x13, 0x14, 0x16, 0x1D]
     assert [byte for byte in missing if byte >= 0xC0] == [0xC0, 0xC1, 0xF1, 0xF2, *range(0xF5, 0x100)]
 

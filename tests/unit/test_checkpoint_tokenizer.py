@@ -103,6 +103,11 @@ def test_digits_stay_alone_for_smollm_and_words_do_not() -> None:
     assert built(world.byte_pair_metadata("llama-bpe")).encode("123").tokens[-1] == "123"
 
 
+def test_a_word_that_is_a_token_is_taken_whole_for_llama_only() -> None:
+    assert built(world.byte_pair_metadata("llama-bpe")).encode("hand", add_special_tokens=False).tokens == ["hand"]
+    assert built(world.byte_pair_metadata("qwen2")).encode("hand").tokens == ["h", "and"]
+
+
 def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
     metadata = world.byte_pair_metadata("smollm", extra=("<tool>",))
     tokenizer = built(metadata)
