@@ -78,6 +78,7 @@ class Encoder:
     """Encodes rendered chats and bare texts. Methods may run in several threads.
 
     `segments`: whether segments encoded one by one give the tokenizer's ids; `cuts`: the same for cuts inside.
+    `longest`: the context length. A piece of more tokens keeps its number of ids; their values are 0 then.
     """
 
     def __init__(self, files: ModelFiles, cache_tokens: int) -> None:
@@ -91,6 +92,7 @@ class Encoder:
         self._swallows_right = {text for text in files.control if flags[text].rstrip}
         self._splitters: dict[str, re.Pattern[str] | None] = {}
         self.cache = SegmentCache(cache_tokens)
+        self.longest = 1 << 40
         self._cut_chars = 0
         self.segments = self.cuts = True
         self.segments = not any(flags[text].single_word for text in files.control) and self._check_segments()
@@ -171,7 +173,8 @@ class Encoder:
             batch = plain[start : start + BATCH_SEGMENTS]
             for index, ids in zip(batch, self._later([texts[index] for index in batch]), strict=True):
                 found[index] = ids
-                self.cache.add(texts[index], ids)
+                if len(ids) <= ID_BYTES * self.longest:
+                    self.cache.add(texts[index], ids)
         for index in missing:
             if found[index] is None:
                 found[index] = self._marked(texts[index], mark, ANCHOR)
@@ -181,7 +184,7 @@ class Encoder:
         """Ids of a segment with marks: the text without them, and never a control token."""
         bare = text.replace(mark, "")
         ids = self._later([bare])[0] if anchor else self._raw(self._plain, [bare])[0]
-        if not np.isin(np.frombuffer(ids, np.int32), self._control_ids).any():
+        if len(ids) > ID_BYTES * self.longest or not np.isin(np.frombuffer(ids, np.int32), self._control_ids).any():
             return ids
         # This tokenizer finds the token's text in its plain vocabulary too: the broken parts are encoded one by one.
         head, *tail = [part for part in text.split(mark) if part]
@@ -192,7 +195,11 @@ class Encoder:
         return [ids[ID_BYTES:] for ids in self._raw(self._plain, [ANCHOR + text for text in texts])]
 
     def _raw(self, tokenizer: Tokenizer, texts: list[str]) -> list[bytes]:
-        return [_pack(found.ids) for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        # Of a piece that fits into no context only the number of ids matters: it will be refused by that.
+        return [
+            _pack(found.ids) if len(found) <= self.longest else bytes(ID_BYTES * len(found))
+            for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
     # --- checks at start ------------------------------------------------------------------------------------------
 

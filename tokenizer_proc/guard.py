@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import jinja2
@@ -78,10 +78,11 @@ class Guard:
         return 0 < len(text) < self._longest and any(text in token[1:] for token in self._control)
 
     def _mark_text(self, text: str, mark: str, fronts: bool) -> str:
+        marked = text
         if self._starts is not None and any(gate in text for gate in self._gates):
-            marked = self._starts.sub(rf"\g<1>{mark}", text)
-        else:
-            marked = text
+            # Not one call of `sub`: between matches other threads can run.
+            ends = [found.end() for found in self._starts.finditer(text)]
+            marked = mark.join([text[start:end] for start, end in pairwise([0, *ends, len(text)])])
         if self._ends_in_prefix(text):
             marked += mark
         return mark + marked if fronts and self._goes_on(text) else marked

@@ -81,6 +81,7 @@ class Preparer:
             parsed, shape = parse(generate.route, body, config.limits, config.served_models, config.test_hooks)
             generate = adopt(parsed, generate)
         check_ids(generate.sampling, service.vocab_size)
+        self._encoder.longest = service.context_length
         if generate.messages is not None:
             prompts, param = [self._chat_ids(generate, service)], "messages"
             first_hash = _first_hash(generate.messages)
