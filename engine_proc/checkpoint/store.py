@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Called as (what, done bytes, total bytes or 0 if unknown), also while nothing moves, at least each second; "what" is
-# "download", "unpack", "convert" or "wait" (another process is at it). It may raise, which ends the work at once.
+# Called as (what, done, total or 0 if unknown), in bytes; "what" is "download", "unpack" (in parts), "convert" or
+# "wait" (another process is at it). In a download or a wait it is called five times a second even if nothing moves.
+# It may raise, which ends the work at once.
 Progress = Callable[[str, int, int], None]
 
 _MARKER = "complete.json"
@@ -40,7 +41,8 @@ def make(
     """The complete folder; if it is not there, `fill(folder, scratch)` writes it (both are empty folders of its own).
 
     Safe for several processes and for a kill at any moment: what a killed one left is swept by the next. ValueError
-    if the cache cannot be written; what fill and progress raise passes through, and nothing is left behind.
+    if the cache cannot be written (any OSError); all else that fill and progress raise passes through. Nothing is left
+    behind by a failure.
     """
     final = entry(cache_dir, name, digest)
     if is_complete(final, digest, version):

@@ -120,7 +120,8 @@ def test_what_is_missing_or_wrong_is_said_in_one_line(tmp_path: Path) -> None:
             folder.resolve(str(path), tmp_path / "cache", quiet)
         assert "\n" not in str(caught.value)
     (whole / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match=r"whole has no tokenizer\.json"):
+    (whole / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"whole has no tokenizer\.json \(tokenizer\.model is there"):
         folder.resolve(str(whole), tmp_path / "cache", quiet)
 
 
