@@ -86,8 +86,8 @@ def read(folder: Path, name: str, weights: bool = True) -> ModelFolder:
     """Checks a folder and reads its facts. ValueError in one line names the file or field that is missing or wrong."""
     for needed in ("config.json", "tokenizer.json"):
         if not (folder / needed).is_file():
-            other = needed == "tokenizer.json" and (folder / "tokenizer.model").is_file()
-            hint = " (tokenizer.model is there, but only tokenizer.json is read)" if other else ""
+            piece_model = needed == "tokenizer.json" and (folder / "tokenizer.model").is_file()
+            hint = " (tokenizer.model is there, but only tokenizer.json is read)" if piece_model else ""
             raise ValueError(
                 f"{folder} has no {needed}{hint}; a model folder has config.json, tokenizer.json and *.safetensors"
             )
