@@ -22,6 +22,7 @@ from tokenizer_proc.samples import TEXT_SAMPLES
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 REPLACEMENT = "\ufffd"
+SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 MAX_HELD_IDS = 8  # the window gives up waiting for a character after this many ids
 CHECK_SEQUENCES = 200
 CHECK_IDS = 24
@@ -129,7 +130,11 @@ class TableState:
         if self.pending:
             data = self.pending + data
         text, used = utf_8_decode(data, "replace", False)
-        self.pending = data[used:]
+        rest = data[used:]
+        if rest and SURROGATE.match(rest):
+            # The decoder waits for the third byte of an encoded surrogate, which is no character whatever comes.
+            text, rest = text + REPLACEMENT * len(rest), b""
+        self.pending = rest
         return self._stripped(text) if self.strip and text else text
 
     def copy(self) -> TableState:

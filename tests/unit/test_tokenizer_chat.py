@@ -203,6 +203,20 @@ def test_the_pattern_of_control_tokens_matches_the_longest(texts: list[str], tex
     assert re.findall(any_of(texts), text) == re.findall(plain, text)
 
 
+def test_31_two_strings_side_by_side_make_no_control_token() -> None:
+    files = load_model_files(TINY)
+    encoder = Encoder(files, 1000)
+    template = ChatTemplate({"default": "{{ messages[0].name }}{{ messages[0].content }}"}, {}, files.control)
+    assert not Guard(files.control, ["{{ a }}{{ b }}"]).open_ended
+    for token in files.control:
+        for size in range(1, len(token)):
+            message = {"role": "user", "name": "x" + token[:size], "content": token[size:] + "y"}
+            text, mark = template.render([message], None, None)
+            ids = np.frombuffer(encoder.chat(text, mark), np.int32).tolist()
+            assert not set(ids) & set(files.control.values()), (token, size)
+            assert files.tokenizer.decode(ids, skip_special_tokens=False) == f"x{token}y"
+
+
 def test_31_nothing_is_copied_when_nothing_needs_a_mark() -> None:
     guard = Guard(CONTROL["qwen"])
     messages = [{"role": "user", "content": "a < b, <| c and im_end|>"}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer
 
 from tests.unit.tokenizer_models import CONTROL, SPECS, with_control, wordpiece
 from tests.unit.tokenizer_world import TINY
-from tokenizer_proc.detokenize import Detokenizer
+from tokenizer_proc.detokenize import Detokenizer, TableState
 
 
 def detokenizer_of(tokenizer: Tokenizer) -> Detokenizer:
@@ -103,6 +104,50 @@ def test_27_bytes_that_can_become_no_character_are_shown_at_once() -> None:
     ids = KINDS["tiny"].encode("\U00012000").ids
     assert grouped(TABLES["tiny"], [ids[0], *KINDS["tiny"].encode("a").ids], [1]) == ["", "\ufffda"]
     assert grouped(TABLES["tiny"], [ids[1], ids[0]], [1]) == ["\ufffd", ""]
+
+
+def test_27_only_bytes_that_can_still_become_a_character_are_held() -> None:
+    """Every start of up to three bytes: held exactly when it begins some character, else shown as the decode has it."""
+    encoded = [chr(code).encode() for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    starts = {character[:size] for character in encoded for size in range(1, len(character))}
+    lead = [bytes([byte]) for byte in range(0xC0, 0x100)]
+    second = [first + bytes([byte]) for first in lead for byte in range(0x80, 0xC0)]
+    third = [
+        first + bytes([byte]) for first in second if first[0] >= 0xE0 for byte in (0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF)
+    ]
+    for data in [*lead, *second, *third]:
+        for pieces in ([data], [data[index : index + 1] for index in range(len(data))]):
+            state = TableState(0, False)
+            text = "".join(state.feed([piece]) for piece in pieces)
+            whole = data.decode("utf-8", "replace")
+            if state.pending:
+                assert state.pending in starts, data
+                assert text == whole.removesuffix("\ufffd"), data
+            else:
+                assert text == whole, data
+
+
+@pytest.mark.parametrize("kind", ["tiny", "byte_level", "unigram"])
+def test_26_many_random_ids(kind: str) -> None:
+    draw, size = random.Random(26), KINDS[kind].get_vocab_size()
+    for _ in range(6000):
+        ids = [draw.choice([draw.randrange(size), draw.randrange(3, 259)]) for _ in range(draw.randint(0, 12))]
+        whole = KINDS[kind].decode(ids, skip_special_tokens=True)
+        joined = "".join(grouped(TABLES[kind], ids, [draw.randint(1, 4)]))
+        assert joined in (whole, whole.removesuffix("\ufffd")), ids
+
+
+def test_26_spaces_at_the_start_are_stripped_once_in_any_grouping() -> None:
+    for pieces, text in (
+        ([b" ", b" ", b" a"], " a"),
+        ([b"", b" a", b" b"], "a b"),
+        ([b"   "], " "),
+        ([b"a", b" "], "a "),
+    ):
+        for size in (1, 2, 3):
+            state = TableState(2, False)
+            groups = [pieces[start : start + size] for start in range(0, len(pieces), size)]
+            assert "".join(state.feed(group) for group in groups) == text
 
 
 def test_ids_without_a_token_have_no_text() -> None:

@@ -51,7 +51,13 @@ def test_a_token_that_swallows_white_space() -> None:
         tokenizer = with_control(SPECS["byte_level"](), ["<|end|>"], (), **flags)
         encoder = Encoder(files_of(tokenizer), 1000)
         assert encoder.segments
-        for text in ("a <|end|> \n b", "<|end|>\u3000b", "a\n\n<|end|><|end|> <|end|>", " <|end|> "):
+        for text in (
+            "a <|end|> \n b",
+            "<|end|>\u3000b",
+            "a\n\n<|end|><|end|> <|end|>",
+            " <|end|> ",
+            "a\x1c<|end|>\x1fb",
+        ):
             assert ids_of(encoder.chat(text, "")) == tokenizer.encode(text, add_special_tokens=False).ids
 
 

@@ -177,6 +177,19 @@ def test_27_a_character_cut_off_at_the_end_is_left_out(place: World) -> None:
         assert (last.text, last.finish_reason, last.tokens) == ("ok ", reason, len(script))
 
 
+@pytest.mark.parametrize("stop", [[], ["zz"]])
+def test_27_a_stop_id_counts_and_its_text_is_not_shown(place: World, stop: list[str]) -> None:
+    (number,) = ids_of("Q")
+    generate = place.ask(sampling=Sampling(stop_token_ids=[number], stop=stop))
+    place.until_begun(generate)
+    place.accept(generate.rid)
+    script = [*ids_of("ok z"), number]
+    place.step(generate.rid, 0, script, "stop", stop_id=number)
+    deltas = place.until_end(generate.rid)
+    assert "".join(delta.text for delta in deltas) == "ok z"
+    assert (deltas[-1].finish_reason, deltas[-1].tokens) == ("stop", len(script))
+
+
 def test_tokens_without_text_under_ignore_eos_show_one_replacement(place: World) -> None:
     for ignore, text in ((True, "\ufffd"), (False, "")):
         generate = place.ask(sampling=Sampling(ignore_eos=ignore))
