@@ -14,10 +14,12 @@ import logging
 import os
 import queue
 import secrets
+import shutil
 import signal
 import sys
 import threading
 import time
+from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -40,6 +42,7 @@ class Envelope(msgspec.Struct):
     status_fd: int
     log_level: str
     config: msgspec.Raw
+    run_dir: str = ""  # the launcher's private folder, removed by its children when it was killed
 
 
 class Control(msgspec.Struct, omit_defaults=True):
@@ -88,7 +91,7 @@ class Child:
     def __init__(self, envelope: Envelope, stdin_fd: int) -> None:
         self.role, self.index, self.generation = envelope.role, envelope.index, envelope.generation
         self.name = f"{envelope.role}.{envelope.index}"
-        self._launcher, self._config = envelope.launcher_pid, envelope.config
+        self._launcher, self._config, self._run_dir = envelope.launcher_pid, envelope.config, envelope.run_dir
         self._status = os.fdopen(envelope.status_fd, "wb", buffering=0)
         self._queue: queue.SimpleQueue[Control] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -96,6 +99,7 @@ class Child:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._on_sigterm)
         set_up_logging(self.name, envelope.log_level)
+        sys.excepthook = self._uncaught
         threading.Thread(target=self._watch, args=(stdin_fd,), name="launcher-watch", daemon=True).start()
 
     @classmethod
@@ -145,10 +149,20 @@ class Child:
         with contextlib.suppress(BrokenPipeError):  # the launcher is gone: the watcher ends this process
             self._status.write(msgspec.json.encode(status) + b"\n")
 
+    def _uncaught(self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+        self._tell(Status("error", text=f"{kind.__name__}: {value}".translate(CONTROL_CHARACTERS)))
+        sys.__excepthook__(kind, value, traceback)
+
     def _on_sigterm(self, *_: object) -> None:
         # A SIGTERM to the whole process group is the launcher's to handle (it drains); without it, leave.
         if os.getppid() != self._launcher:
-            self._stop()
+            self._orphaned()
+
+    def _orphaned(self) -> None:
+        """The launcher was killed: nobody else removes its folder of sockets."""
+        if self._run_dir:
+            shutil.rmtree(self._run_dir, ignore_errors=True)  # each child tries; the next start sweeps what is left
+        self._stop()
 
     def _put(self, control: Control) -> None:
         self._queue.put(control)
@@ -167,13 +181,15 @@ class Child:
         os._exit(1)
 
     def _watch(self, fd: int) -> None:
-        rest = b""
+        rest, told = b"", False
         while chunk := os.read(fd, 65536):
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 control = msgspec.json.decode(line, type=Control)
                 if control.what == "stop":
+                    told = True
                     self._stop()
                 else:
                     self._put(control)
-        self._stop()
+        if not told:
+            self._orphaned()
