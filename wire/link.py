@@ -69,6 +69,7 @@ class Peer:
     received: int = 0  # sequence number of the last message from it
     sent: int = 0
     last_heard: float = 0.0
+    gone: bool = False  # a send found nobody there (a queue that is full is not that)
     extra: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -134,6 +135,7 @@ class Listener:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
             self.counters.send_failures += 1
+            peer.gone = error.errno == zmq.EHOSTUNREACH
             return False
         peer.sent += 1
         return True
@@ -173,8 +175,11 @@ class Listener:
         return known, message, frames[1:]
 
     def _beat(self, identity: bytes, session: int, now: float) -> None:
-        peer = self.peers.get(identity.removesuffix(BEAT_SUFFIX))
-        if peer is not None and peer.session == session:
+        dialer = identity.removesuffix(BEAT_SUFFIX)
+        peer = self.peers.get(dialer)
+        if peer is None:  # forgotten, or from before a restart: one that has nothing to send learns of it here
+            self._reply(dialer, Who(self.generation))
+        elif peer.session == session:
             peer.last_heard = now
 
     def _greet(self, identity: bytes, hello: Hello, session: int, sequence: int, now: float) -> Peer | None:
