@@ -80,6 +80,12 @@ def set_up_logging(name: str, level: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
+def remove_run_dir(path: str) -> None:
+    """For the children of a launcher that was killed: each one tries, and the next start sweeps what is left."""
+    if path:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def new_generation() -> int:
     """A random id of one process start: 63 bits, never 0."""
     return secrets.randbits(63) | 1
@@ -113,6 +119,7 @@ class Child:
             line += byte
         envelope = msgspec.json.decode(bytes(line), type=Envelope)
         if os.getppid() != envelope.launcher_pid:
+            remove_run_dir(envelope.run_dir)
             sys.exit(1)
         return cls(envelope, 0)
 
@@ -160,8 +167,7 @@ class Child:
 
     def _orphaned(self) -> None:
         """The launcher was killed: nobody else removes its folder of sockets."""
-        if self._run_dir:
-            shutil.rmtree(self._run_dir, ignore_errors=True)  # each child tries; the next start sweeps what is left
+        remove_run_dir(self._run_dir)
         self._stop()
 
     def _put(self, control: Control) -> None:
