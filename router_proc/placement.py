@@ -16,7 +16,6 @@ from router_proc.prefix_map import PrefixMap
 
 FIRST_GUESS_TOKENS = 1024  # expected output until one sequence has ended
 MEAN_OVER = 128  # sequences that the running mean of output lengths looks back on
-TIE_TOKENS = 1024  # loads that differ by less than this, and by less than the request itself, are ties
 MIN_MAP_KEYS = 65_536
 MAX_MAP_KEYS = 2_000_000
 MAX_HOMES = 65_536
@@ -54,6 +53,7 @@ class Share:
     slot: int
     prompt_left: int
     output_left: int
+    weight: int  # both, as they were when it was dispatched
 
 
 class Placement:
@@ -63,7 +63,7 @@ class Placement:
         self._affinity = routing == "affinity"
         self._slack = slack_tokens
         self.loads: list[float] = [math.inf] * ranks  # infinite: not in rotation
-        self.counts = [0] * ranks  # sequences there
+        self.weights = [0] * ranks  # of the sequences there, as they were when they were dispatched
         self.map = PrefixMap(MIN_MAP_KEYS)
         self._starts: list[tuple[int, int]] = [(0, -1)] * ranks  # generation, slot
         self._rank_of: dict[int, int] = {}  # slot → rank
@@ -93,7 +93,7 @@ class Placement:
         # Ranks also keep prefixes in host memory, whose size the router does not know: a factor covers it.
         self.map.capacity = min(MAX_MAP_KEYS, max(MIN_MAP_KEYS, 4 * sum(self._pools)))
         self.map.revive(slot)
-        self.loads[rank], self.counts[rank] = 0, 0
+        self.loads[rank], self.weights[rank] = 0, 0
 
     def _new_slot(self) -> int:
         slot = self.map.new_slot()
@@ -118,7 +118,7 @@ class Placement:
         slot = self._starts[rank][1]
         if slot >= 0:
             self.map.retire(slot)
-        self.loads[rank], self.counts[rank] = math.inf, 0
+        self.loads[rank], self.weights[rank] = math.inf, 0
 
     # --- decision -------------------------------------------------------------------------------------------------
 
@@ -151,6 +151,10 @@ class Placement:
             return 0
         return min(limit, self.map.depth(wanted.keys, self._starts[rank][1]) * self._block_tokens)
 
+    def _cached_anywhere(self, wanted: Wanted) -> int:
+        limit = self._reusable(wanted)
+        return min(limit, self.map.depth(wanted.keys) * self._block_tokens) if limit and wanted.keys else 0
+
     def _reusable(self, wanted: Wanted) -> int:
         """The most prompt tokens that a cache can save: at least keep_tokens are computed, the rest in blocks."""
         if not wanted.prefix_cache or not self._keep_tokens:
@@ -180,18 +184,18 @@ class Placement:
         return rank if rank >= 0 and self._starts[rank][1] == slot and loads[rank] != math.inf else -1
 
     def _least_loaded(self, wanted: Wanted, loads: list[float], low: float) -> int:
-        """The least loaded rank. Loads too close to tell apart are ties: then fewer sequences decide, then the turn.
+        """The least loaded rank; among loads too close to tell apart, the one with the least work under way.
 
-        Progress comes in jumps (a whole prompt at a sequence's first id, a step at a time), so a difference below
-        the request's own weight says more about the moment than about the rank.
+        Progress comes in jumps (a whole prompt at a sequence's first id, a step's ids at a time), and ranks jump at
+        different moments. So a difference below the request's own weight, or below half of the load, says more about
+        the moment than about the rank; there the weights decide, which do not jump, and at last the turn.
         """
-        weight = wanted.prompt_tokens - self._reusable(wanted) + self._expected_output(wanted)
-        limit = low + min(TIE_TOKENS, weight)
-        counts, ranks = self.counts, len(loads)
+        weight = wanted.prompt_tokens - self._cached_anywhere(wanted) + self._expected_output(wanted)
+        limit = low + min(self._slack, max(weight, low / 2))
+        weights, ranks, turn = self.weights, len(loads), self._turn
         close = [rank for rank, load in enumerate(loads) if load <= limit]
-        fewest = min([counts[rank] for rank in close])
-        turn = self._turn
-        return min([rank for rank in close if counts[rank] == fewest], key=lambda rank: (rank - turn) % ranks)
+        least = min([weights[rank] for rank in close])
+        return min([rank for rank in close if weights[rank] == least], key=lambda rank: (rank - turn) % ranks)
 
     def _expected_output(self, wanted: Wanted) -> int:
         return min(wanted.max_tokens, max(1, round(self._mean)))
@@ -202,12 +206,14 @@ class Placement:
         """Count a request on the rank it was given to, and remember where its prefix and its keys live now."""
         rank, slot = choice.rank, self._starts[choice.rank][1]
         output = self._expected_output(wanted)
-        shares = [Share(rank, slot, wanted.prompt_tokens - choice.cached_tokens, output)]
+        prompt = wanted.prompt_tokens - choice.cached_tokens
+        shares = [Share(rank, slot, prompt, output, prompt + output)]
         # The further choices of a prompt find the blocks that the first one computes.
         rest = wanted.prompt_tokens - max(choice.cached_tokens, self._reusable(wanted))
-        shares += [Share(rank, slot, rest, output) for _ in range(wanted.n - 1)]
-        self.loads[rank] += sum(share.prompt_left + share.output_left for share in shares)
-        self.counts[rank] += wanted.n
+        shares += [Share(rank, slot, rest, output, rest + output) for _ in range(wanted.n - 1)]
+        total = sum(share.weight for share in shares)
+        self.loads[rank] += total
+        self.weights[rank] += total
         if choice.reason == "least-loaded":
             self._turn = (rank + 1) % len(self.loads)
         if self._affinity:
@@ -244,7 +250,7 @@ class Placement:
         """A sequence has left its rank; `produced` > 0: it came to its end by itself with so many ids."""
         if self._is_current(share):
             self.loads[share.rank] -= share.prompt_left + share.output_left
-            self.counts[share.rank] -= 1
+            self.weights[share.rank] -= share.weight
         share.prompt_left = share.output_left = 0
         share.slot = -1
         if produced:
@@ -255,7 +261,7 @@ class Placement:
         """With no sequence anywhere: raises AssertionError when a load or count is not zero."""
         for rank, load in enumerate(self.loads):
             assert load in (0, math.inf), f"rank {rank} has a load of {load} tokens and no sequence"
-            assert self.counts[rank] == 0, f"rank {rank} counts {self.counts[rank]} sequences and has none"
+            assert self.weights[rank] == 0, f"rank {rank} has a weight of {self.weights[rank]} and no sequence"
         assert len(self._homes) <= MAX_HOMES, "more homes than their bound"
         self.map.check()
 
