@@ -47,7 +47,7 @@ def random_llama(folder: Path) -> Path:
         eos_token_id=original.get("eos_token_id"),
         bos_token_id=original.get("bos_token_id"),
     )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(str(folder))
+    LlamaForCausalLM(config).save_pretrained(str(folder))
     return folder
 
 
