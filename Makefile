@@ -12,7 +12,7 @@ FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
-PACKAGES := api engine_proc frontend launcher router_proc tokenizer_proc wire
+PACKAGES := api engine_proc frontend launcher router_proc tokenizer_proc wire $(wildcard hicache kvnet)
 CHECKED := launch.py $(PACKAGES) tests $(wildcard serve/*.py bench/*.py)
 TESTS := tests/unit tests/pipeline tests/model tests/fault tests/client
 # What pip installs, read from pyproject.toml: its dependencies less torch, which TORCH names, or one of its extras.
