@@ -307,8 +307,8 @@ def profile(role: str, step_ms: float, seconds: float) -> None:
                 whole[frame] += int(count)
     samples = sum(own.values())
     print(f"{role}: {samples} samples\n{'own':>6} {'with callees':>13}  function")
-    for frame, count in own.most_common(20):
-        print(f"{count / samples:>6.1%} {whole[frame] / samples:>13.1%}  {frame}")
+    for frame, taken in own.most_common(20):
+        print(f"{taken / samples:>6.1%} {whole[frame] / samples:>13.1%}  {frame}")
 
 
 def main() -> None:
@@ -325,7 +325,8 @@ def main() -> None:
     if args.profile:
         profile(args.profile, args.step_ms, args.seconds)
         return
-    wanted, step_ms, rows = set(args.rows.split(",")), args.step_ms, []
+    wanted, step_ms = set(args.rows.split(",")), args.step_ms
+    rows: list[Row] = []
     if "1" in wanted:
         rows, step_ms = row_1(args.runs, args.seconds)
     if "2" in wanted:
