@@ -50,7 +50,7 @@ class Share:
     """What one sequence adds to the load of a rank, in tokens."""
 
     rank: int
-    slot: int
+    start: int  # of that rank; what belongs to a former one counts no more
     prompt_left: int
     output_left: int
     weight: int  # both, as they were when it was dispatched
@@ -65,7 +65,9 @@ class Placement:
         self.loads: list[float] = [math.inf] * ranks  # infinite: not in rotation
         self.weights = [0] * ranks  # of the sequences there, as they were when they were dispatched
         self.map = PrefixMap(MIN_MAP_KEYS)
-        self._starts: list[tuple[int, int]] = [(0, -1)] * ranks  # generation, slot
+        self._starts: list[tuple[int, int]] = [(0, -1)] * ranks  # generation, slot in the map
+        self._start_of = [0] * ranks  # number of the start that is in rotation; 0 = none
+        self._next_start = 1
         self._rank_of: dict[int, int] = {}  # slot → rank
         self._pools = [0] * ranks  # blocks that each rank can hold
         self._homes: OrderedDict[tuple[str, str, str | bytes], int] = OrderedDict()  # → slot
@@ -94,6 +96,7 @@ class Placement:
         self.map.capacity = min(MAX_MAP_KEYS, max(MIN_MAP_KEYS, 4 * sum(self._pools)))
         self.map.revive(slot)
         self.loads[rank], self.weights[rank] = 0, 0
+        self._start_of[rank], self._next_start = self._next_start, self._next_start + 1
 
     def _new_slot(self) -> int:
         slot = self.map.new_slot()
@@ -118,7 +121,7 @@ class Placement:
         slot = self._starts[rank][1]
         if slot >= 0:
             self.map.retire(slot)
-        self.loads[rank], self.weights[rank] = math.inf, 0
+        self.loads[rank], self.weights[rank], self._start_of[rank] = math.inf, 0, 0
 
     # --- decision -------------------------------------------------------------------------------------------------
 
@@ -130,30 +133,28 @@ class Placement:
         low = min(loads)
         if low == math.inf:
             return None
-        if self._affinity:
-            home, reason = self._home(wanted, loads)
-            if home >= 0:
-                if loads[home] - low <= self._slack:
-                    return Choice(home, reason, self.cached_tokens(wanted, home))
-                here = self.cached_tokens(wanted, home)
-                other = self._least_loaded(wanted, loads, low)
-                there = self.cached_tokens(wanted, other)
-                if loads[home] - loads[other] <= max(self._slack, here - there):
-                    return Choice(home, reason, here)
-                return Choice(other, "least-loaded", there)
-        rank = self._least_loaded(wanted, loads, low)
-        return Choice(rank, "least-loaded", self.cached_tokens(wanted, rank))
+        if not self._affinity:
+            return Choice(self._least_loaded(wanted, loads, low, 0), "least-loaded", 0)
+        home, reason, held = self._home(wanted, loads)
+        here = self._cached(wanted, held)
+        if home >= 0 and loads[home] - low <= self._slack:
+            return Choice(home, reason, here)
+        depth = self._depth(wanted)
+        other = self._least_loaded(wanted, loads, low, depth)
+        there = self._cached(wanted, self._depth(wanted, other, depth)) if depth else 0
+        if home >= 0 and loads[home] - loads[other] <= max(self._slack, here - there):
+            return Choice(home, reason, here)
+        return Choice(other, "least-loaded", there)
 
-    def cached_tokens(self, wanted: Wanted, rank: int) -> int:
-        """Prompt tokens that a rank is believed to hold: of whole blocks, below the cap."""
-        limit = self._reusable(wanted)
-        if not limit or not wanted.keys:
+    def _depth(self, wanted: Wanted, rank: int = -1, at_most: int = 1 << 62) -> int:
+        """Leading blocks of the prompt that a rank was given before; -1 = any rank in rotation."""
+        if not wanted.prefix_cache:
             return 0
-        return min(limit, self.map.depth(wanted.keys, self._starts[rank][1]) * self._block_tokens)
+        return self.map.depth(wanted.keys, -1 if rank < 0 else self._starts[rank][1], at_most)
 
-    def _cached_anywhere(self, wanted: Wanted) -> int:
-        limit = self._reusable(wanted)
-        return min(limit, self.map.depth(wanted.keys) * self._block_tokens) if limit and wanted.keys else 0
+    def _cached(self, wanted: Wanted, depth: int) -> int:
+        """Prompt tokens that need not be computed where `depth` blocks are: whole blocks, below the cap."""
+        return min(self._reusable(wanted), depth * self._block_tokens) if depth else 0
 
     def _reusable(self, wanted: Wanted) -> int:
         """The most prompt tokens that a cache can save: at least keep_tokens are computed, the rest in blocks."""
@@ -161,36 +162,37 @@ class Placement:
             return 0
         return max(0, wanted.prompt_tokens - self._keep_tokens) // self._block_tokens * self._block_tokens
 
-    def _home(self, wanted: Wanted, loads: list[float]) -> tuple[int, str]:
-        """The rank that a request belongs to, -1 if none does: by session, by prefix, by user or first message."""
+    def _home(self, wanted: Wanted, loads: list[float]) -> tuple[int, str, int]:
+        """The rank that a request belongs to (-1: none), why, and the blocks of the prompt that it has.
+
+        By session, else by prefix, else by user or first message.
+        """
         if wanted.session_key:
             rank = self._home_of((wanted.tenant, "session", wanted.session_key), loads)
             if rank >= 0:
-                return rank, "session"
-        if wanted.keys and wanted.prefix_cache:
-            depth = self.map.depth(wanted.keys)
-            if depth:
-                last, slots = self.map.holders(wanted.keys, depth)
-                ranks = [self._rank_of[slot] for slot in ([last] if last >= 0 else slots)]
-                rank = min(ranks, key=loads.__getitem__)
-                if loads[rank] != math.inf:
-                    return rank, "prefix"
+                return rank, "session", self._depth(wanted, rank)
+        if (depth := self._depth(wanted)) > 0:
+            ranks = [self._rank_of[slot] for slot in self.map.holders(wanted.keys, depth)]
+            rank = min(ranks, key=loads.__getitem__)
+            if loads[rank] != math.inf:
+                return rank, "prefix", depth
         key = _fallback_key(wanted)
-        return (-1 if key is None else self._home_of(key, loads)), "first-message"
+        rank = -1 if key is None else self._home_of(key, loads)
+        return rank, "first-message", self._depth(wanted, rank) if rank >= 0 else 0
 
     def _home_of(self, key: tuple[str, str, str | bytes], loads: list[float]) -> int:
         slot = self._homes.get(key, -1)
         rank = self._rank_of.get(slot, -1)
         return rank if rank >= 0 and self._starts[rank][1] == slot and loads[rank] != math.inf else -1
 
-    def _least_loaded(self, wanted: Wanted, loads: list[float], low: float) -> int:
+    def _least_loaded(self, wanted: Wanted, loads: list[float], low: float, depth: int) -> int:
         """The least loaded rank; among loads too close to tell apart, the one with the least work under way.
 
         Progress comes in jumps (a whole prompt at a sequence's first id, a step's ids at a time), and ranks jump at
         different moments. So a difference below the request's own weight, or below half of the load, says more about
         the moment than about the rank; there the weights decide, which do not jump, and at last the turn.
         """
-        weight = wanted.prompt_tokens - self._cached_anywhere(wanted) + self._expected_output(wanted)
+        weight = wanted.prompt_tokens - self._cached(wanted, depth) + self._expected_output(wanted)
         limit = low + min(self._slack, max(weight, low / 2))
         weights, ranks, turn = self.weights, len(loads), self._turn
         close = [rank for rank, load in enumerate(loads) if load <= limit]
@@ -204,20 +206,20 @@ class Placement:
 
     def dispatched(self, wanted: Wanted, choice: Choice) -> list[Share]:
         """Count a request on the rank it was given to, and remember where its prefix and its keys live now."""
-        rank, slot = choice.rank, self._starts[choice.rank][1]
+        rank, start = choice.rank, self._start_of[choice.rank]
         output = self._expected_output(wanted)
         prompt = wanted.prompt_tokens - choice.cached_tokens
-        shares = [Share(rank, slot, prompt, output, prompt + output)]
+        shares = [Share(rank, start, prompt, output, prompt + output)]
         # The further choices of a prompt find the blocks that the first one computes.
         rest = wanted.prompt_tokens - max(choice.cached_tokens, self._reusable(wanted))
-        shares += [Share(rank, slot, rest, output, rest + output) for _ in range(wanted.n - 1)]
+        shares += [Share(rank, start, rest, output, rest + output) for _ in range(wanted.n - 1)]
         total = sum(share.weight for share in shares)
         self.loads[rank] += total
         self.weights[rank] += total
         if choice.reason == "least-loaded":
             self._turn = (rank + 1) % len(self.loads)
         if self._affinity:
-            self._remember(wanted, slot)
+            self._remember(wanted, self._starts[rank][1])
         return shares
 
     def _remember(self, wanted: Wanted, slot: int) -> None:
@@ -234,7 +236,7 @@ class Placement:
             self.map.touch(wanted.keys, slot)
 
     def _is_current(self, share: Share) -> bool:
-        return self._starts[share.rank][1] == share.slot and self.loads[share.rank] != math.inf
+        return share.start > 0 and self._start_of[share.rank] == share.start
 
     def prefilled(self, share: Share) -> None:
         """A sequence has produced its first id: its prompt is no load any more."""
@@ -252,7 +254,7 @@ class Placement:
             self.loads[share.rank] -= share.prompt_left + share.output_left
             self.weights[share.rank] -= share.weight
         share.prompt_left = share.output_left = 0
-        share.slot = -1
+        share.start = 0
         if produced:
             self._ended += 1
             self._mean += (produced - self._mean) / min(self._ended, MEAN_OVER)

@@ -52,10 +52,10 @@ class PrefixMap:
         """Entries of this slot count as absent."""
         self._live &= ~(1 << (slot + SLOT_BITS))
 
-    def depth(self, keys: bytes, slot: int = -1) -> int:
-        """Number of leading blocks of a chain that `slot` was given; -1 = any live slot."""
+    def depth(self, keys: bytes, slot: int = -1, at_most: int = 1 << 62) -> int:
+        """Number of leading blocks of a chain that `slot` was given (at most `at_most`); -1 = any live slot."""
         mask = self._live if slot < 0 else self._live & (1 << (slot + SLOT_BITS))
-        entries, low, high = self._entries, 0, len(keys) // KEY_BYTES
+        entries, low, high = self._entries, 0, min(at_most, len(keys) // KEY_BYTES)
         while low < high:
             middle = (low + high + 1) >> 1
             if entries.get(keys[(middle - 1) * KEY_BYTES : middle * KEY_BYTES], 0) & mask:
@@ -64,16 +64,18 @@ class PrefixMap:
                 high = middle - 1
         return low
 
-    def holders(self, keys: bytes, depth: int) -> tuple[int, list[int]]:
-        """Of block `depth` - 1: the slot it was last given to (-1 if that one is not live), and all live slots."""
+    def holders(self, keys: bytes, depth: int) -> list[int]:
+        """Of block `depth` - 1: the slot it was last given to, or all that are live when that one is not."""
         entry = self._entries.get(keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES], 0)
         last, live = entry & SLOT_MASK, (entry & self._live) >> SLOT_BITS
+        if live >> last & 1:
+            return [last]
         slots = []
         while live:
             bit = live & -live
             slots.append(bit.bit_length() - 1)
             live ^= bit
-        return (last if last in slots else -1), slots
+        return slots
 
     def touch(self, keys: bytes, slot: int) -> None:
         """The chain was given to `slot`: insert and refresh it, last block first."""
