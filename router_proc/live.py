@@ -67,7 +67,7 @@ class Live:
             sequence.aborting, sequence.flowing = True, False
             sequence.rank.aborts.setdefault(reason, []).append(sequence.sid)
             rids.add(rid_of(sequence.sid))
-        if reason != "stop":  # a stop string is how a sequence ends well
+        if rids and reason != "stop":  # a stop string is how a sequence ends well
             self.totals.aborted[reason] += len(rids)
 
     def check(self) -> None:

@@ -30,7 +30,6 @@ from wire.messages import (
     MetricsQuery,
     MetricsReply,
     Rejected,
-    ServiceStatus,
     Stats,
     StepOutput,
     Submit,
@@ -65,7 +64,7 @@ class Router:
         self._next_hook = 0
         self._gaps = 0
         self._next_tick = self._next_status = 0.0
-        self._told: ServiceStatus | None = None
+        self._now = 0.0  # of the last step
         self._poller = zmq.Poller()
         self._poller.register(self.listener.socket, zmq.POLLIN)
 
@@ -86,6 +85,7 @@ class Router:
 
     def step(self, now: float) -> None:
         """Take everything that is there at `now` (monotonic seconds), and send what follows from it."""
+        self._now = now
         counters = self.listener.counters
         for peer, message, frames in self.listener.drain(now):
             if counters.gaps != self._gaps:
@@ -243,7 +243,7 @@ class Router:
 
     def _lose(self, peer: Peer, why: str) -> None:
         """A peer is lost, and with it what runs there. If its process still lives, it is told to start anew."""
-        now = time.monotonic()
+        now = self._now
         log.warning("%s is lost: %s", peer.name, why)
         self.listener.forget(peer)
         self.registry.drop(peer.identity)
