@@ -31,7 +31,16 @@ class ChildProcess:
         self.silent = False  # its status pipe is closed: it is about to end
         self._rest = b""
         self.status_fd, status_write = os.pipe()
+        stdin_read, self.stdin_fd = os.pipe()
         os.set_blocking(self.status_fd, False)
+        os.set_blocking(self.stdin_fd, False)
+        raw = msgspec.Raw(spec.config)
+        envelope = Envelope(
+            spec.role, spec.index, self.generation, os.getpid(), status_write, log_level, raw, str(run_dir)
+        )
+        # The envelope is in the pipe before the child exists: if this process is killed, the child can clean up.
+        self._outbox = bytearray(msgspec.json.encode(envelope) + b"\n")
+        self.flush()
         # Ctrl-C in a terminal reaches the whole process group; ending is the launcher's decision alone.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -39,26 +48,17 @@ class ChildProcess:
                 [sys.executable, "-X", "faulthandler", "-m", spec.module],
                 cwd=ROOT,
                 env={**os.environ, **spec.environment},
-                stdin=subprocess.PIPE,
+                stdin=stdin_read,
                 stdout=2,
                 pass_fds=(status_write, *spec.fds),
-                bufsize=0,
             )
         except OSError:
-            os.close(self.status_fd)
+            self.close()
             raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(status_write)
-        assert self._process.stdin is not None
-        self.stdin_fd = self._process.stdin.fileno()
-        os.set_blocking(self.stdin_fd, False)
-        raw = msgspec.Raw(spec.config)
-        envelope = Envelope(
-            spec.role, spec.index, self.generation, os.getpid(), status_write, log_level, raw, str(run_dir)
-        )
-        self._outbox = bytearray(msgspec.json.encode(envelope) + b"\n")
-        self.flush()
+            os.close(stdin_read)
 
     @property
     def pid(self) -> int:
@@ -124,9 +124,7 @@ class ChildProcess:
     def close(self) -> None:
         """Give its pipes back."""
         os.close(self.status_fd)
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
+        os.close(self.stdin_fd)
 
 
 def _signal_name(number: int) -> str:

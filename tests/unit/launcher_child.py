@@ -23,7 +23,7 @@ class Behaviour(msgspec.Struct):
     log: str
     fail: str = ""  # "exception" | "exit 0" | "exit 3" | "signal" | "error" | "hang" before it is ready
     fail_from: int = 1  # the first start that fails
-    fail_until: int = 1 << 30  # the last one
+    good: list[int] = []  # later starts that do not
     drain_ends: float = -1.0  # seconds after "drain" at which it ends; -1 = it ignores the drain
     deaf: bool = False  # it does not end by itself when told to stop
 
@@ -51,7 +51,7 @@ def main() -> None:
     behaviour = child.config(Behaviour)
     note(behaviour, f"start {child.name} {child.generation} {os.getpid()}")
     starts = Path(behaviour.log).read_text().count(f"start {child.name} ")
-    if behaviour.fail and behaviour.fail_from <= starts <= behaviour.fail_until:
+    if behaviour.fail and starts >= behaviour.fail_from and starts not in behaviour.good:
         fail(child, behaviour.fail)
     child.phase("loading", 1, 2)
     child.ready()
