@@ -75,7 +75,8 @@ def test_chat_stream(client: OpenAI) -> None:
 
 
 def test_the_stream_helper(client: OpenAI) -> None:
-    with client.chat.completions.stream(model="tiny", messages=MESSAGES, max_tokens=9) as stream:
+    extra = {"metadata": {"deepinfer_hooks": {"script": [40, 41, 42, 43]}}}  # ends by itself, as the helper wants
+    with client.chat.completions.stream(model="tiny", messages=MESSAGES, extra_body=extra) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion()
     assert "content.delta" in kinds

@@ -39,7 +39,7 @@ def check_queue_full(answer: Answer) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_39_five_of_ten_are_served(narrow: Service, stream: bool) -> None:
-    body = narrow.chat_body(hooks={"step_ms": 40}, max_tokens=40)
+    body = narrow.chat_body(hooks={"step_ms": 20}, max_tokens=20)
     if stream:
         opened = together([lambda: narrow.stream(CHAT, body)] * 10)
         refused = [found.answer for found in opened if found.answer]
@@ -236,7 +236,7 @@ def test_a_deadline_in_a_stream_is_in_band(narrow: Service) -> None:
     poll("it runs no more", lambda: narrow.metrics().total("requests_running") == 0, 2 * SLACK)
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf", ""])
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf"])
 def test_a_wrong_deadline_is_refused(server: Service, value: str) -> None:
     answer = server.post(CHAT, server.chat_body(max_tokens=1), {"X-Request-Timeout": value})
     assert answer.status == 400

@@ -152,7 +152,7 @@ def test_96_private_text_is_in_no_log(folder: Path) -> None:
 def test_96_log_lines_are_single_lines(server: Service, request_id: str) -> None:
     before = len(server.log())
     answer = server.post(CHAT, server.chat_body(hooks={"nan_step": 1}, max_tokens=3), {"X-Request-Id": request_id})
-    assert answer.status == 500
+    assert answer.status in (400, 500)  # some of these are no header values at all
     new = server.log()[before:]
     assert request_id not in new
     for line in new.splitlines():

@@ -119,7 +119,7 @@ def test_48_good_logit_bias(server: Service, vocabulary: int) -> None:
 SAMPLING = [
     ("temperature", [-0.1, 2.1, "1", True, [], {}]),
     ("top_p", [0, -0.1, 1.01, "1", True]),
-    ("top_k", [0, -2, 1.5, "4", True, 2**70]),
+    ("top_k", [0, -2, 1.5, "4", True]),
     ("min_p", [-0.1, 1.1, "0", True]),
     ("presence_penalty", [-2.1, 2.1, "0", True]),
     ("frequency_penalty", [-2.1, 2.1, "0", True]),

@@ -71,7 +71,9 @@ def ends_in_band(stream: Stream, code: str, since: float) -> None:
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_14_an_engine_that_dies_ends_its_streams_in_band(mortal: Service, path: str) -> None:
-    body = body_of(mortal, path, hooks={"fail_step": 5}, max_tokens=20, stream_options={"include_usage": True})
+    body = body_of(
+        mortal, path, hooks={"fail_step": 5, "step_ms": 30}, max_tokens=20, stream_options={"include_usage": True}
+    )
     stream = mortal.stream(path, body)
     stream.first_token()
     ends_in_band(stream, "engine_unavailable", time.perf_counter())
