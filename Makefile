@@ -31,12 +31,12 @@ test: $(VENV)/.dev
 	@echo "make: model for the tests"
 	@$(BIN)/python serve/get_model.py smollm2-135m-instruct
 	@echo "make: tests"
-	$(BIN)/python -m pytest -q $(wildcard $(TESTS)) -m "not long and not gpu"
+	$(BIN)/python -m pytest $(wildcard $(TESTS)) -m "not long and not gpu"
 
 test-long: $(VENV)/.dev
 	@$(BIN)/python serve/get_model.py smollm2-135m-instruct
 	@echo "make: tests at the acceptance counts"
-	$(BIN)/python -m pytest -q $(wildcard $(TESTS)) -m "not gpu" --timeout 3600
+	$(BIN)/python -m pytest $(wildcard $(TESTS)) -m "not gpu" --timeout 3600
 
 lint: $(VENV)/.dev
 	@echo "make: lint"
