@@ -114,7 +114,7 @@ def test_38_a_shared_prefix_leaves_home_when_that_is_cheaper(four: Service) -> N
         stream.close()
     counts = Counter(rank for _, rank, _ in found)
     assert set(counts) == set(range(RANKS)), counts
-    assert max(counts.values()) == counts[home] <= min(counts.values()) + 3, counts
+    assert max(counts.values()) <= min(counts.values()) + 3, counts
 
 
 def test_38_a_session_returns_to_its_rank(four: Service) -> None:
