@@ -45,8 +45,8 @@ class Tokenizer:
         if not dirty and not self.finished:
             self.blocked_since = 0.0
             return
-        if only is not None and not self.blocked_since and len(dirty) == len(only[0].sids):
-            message, frame = only  # all of it is for this tokenizer
+        if only is not None and self._is_all(only[0]):
+            message, frame = only
         else:
             message, frame = self._merged()
         if not listener.send(peer, message, frame):
@@ -59,6 +59,10 @@ class Tokenizer:
             if sequence.logprobs:
                 sequence.acknowledge(sequence.forwarded)
         self.dirty, self.finished = [], []
+
+    def _is_all(self, message: StepOutput) -> bool:
+        """Whether a message is exactly what this tokenizer is to be told: nothing else waits, nothing is for others."""
+        return not self.blocked_since and len(self.dirty) == len(message.sids) and self.finished == message.finished
 
     def _block(self, now: float) -> None:
         self.blocked_since = self.blocked_since or now

@@ -144,7 +144,8 @@ class Outputs:
         if sequence is None or sequence.rank is not rank or not sequence.flowing:
             return False
         end, skip = records.offset + len(records.tokens), sequence.recorded - records.offset
-        if skip < 0 or end > len(sequence.produced):
+        late = skip == 0 and records.offset < sequence.forwarded  # its ids went on without it
+        if skip < 0 or late or end > len(sequence.produced):
             self._live.totals.missing_outputs += 1
             log.error("logprobs of a sequence do not fit to its ids")
             self._give_up(sequence, now)

@@ -133,7 +133,12 @@ def test_42_an_engine_that_is_gone_is_noticed_by_the_next_send() -> None:
     with world(ranks=2) as found:
         engines = found.engines()
         running, gone = found.running()
+        listener, peer = found.router.listener, found.router.listener.by_name[f"engine.{gone.index}"]
         gone.close()
+        deadline = time.monotonic() + 5
+        while listener.send(peer, Abort([], "admin")):  # until the end of the connection has come through
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
         survivor = next(end for end in engines if end is not gone)
         assert {found.placed(max_tokens=10)[1] for _ in range(20)} == {survivor}, "each request finds the other rank"
         found.until(lambda: found.ends_of(running), "and what ran there ends")

@@ -163,6 +163,32 @@ def test_one_step_is_passed_on_as_it_is() -> None:
         assert found.tokenizer.frames_of(StepOutput) == [[ids_of(1, 2, 3, 4)]]
 
 
+def test_an_end_that_the_router_decides_goes_out_beside_a_step() -> None:
+    """Both in one drain: the step must not be passed on as if it were all."""
+    with world(ranks=2) as found:
+        found.engines()
+        late, _ = found.running(timeout=5.0)
+        other, engine = found.running()
+        engine.step((other, 3, [4]))
+        assert found.router.listener.socket.poll(1000)
+        found.skew = 5.5
+        found.until(lambda: found.ends_of(late), "its end")
+        assert found.text_of(other) == [1, 2, 3, 4]
+        assert (
+            len([message for message in found.tokenizer.of(StepOutput) if 4 in message.offsets or 3 in message.offsets])
+            == 1
+        )
+
+
+def test_logprobs_that_come_after_their_ids_end_the_sequence() -> None:
+    with world() as found:
+        found.engines()
+        sid, engine = found.running()
+        engine.step(logprobs=[SequenceLogprobs(sid, 0, [TokenLogprobs(-1.0, [], [])] * 3)])
+        found.until(lambda: found.ends_of(sid), "its end")
+        assert found.ends_of(sid)[0].code == "internal_error"
+
+
 def test_a_backlog_becomes_one_message_per_tokenizer() -> None:
     """Steps of two engines for sequences of two tokenizers, all read at once."""
     with world(ranks=2) as found:
