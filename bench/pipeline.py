@@ -233,34 +233,35 @@ def row_3(runs: int, model: Path | None) -> list[Row]:
 # --- row 4 ------------------------------------------------------------------------------------------------------------
 
 
+def added_latency(server: Service, seed: int, seconds: float) -> list[float]:
+    """First-byte times in ms of single requests with 32-token prompts, sent one after the other to one rank."""
+    source = random.Random(seed)
+    prompts = [[source.randrange(10, 250) for _ in range(32)] for _ in range(500)]
+    bodies = [streamed(server.model, {}, prompt=prompt, max_tokens=1) for prompt in prompts]
+    session = {"X-Session-ID": "probe"}
+    job = Job(server.port, bodies, 1, 10**6, headers=session, pause=0.005, seconds=seconds)
+    return Load(job).result().first_byte_ms[20:]
+
+
 def row_4(runs: int, step_ms: float, seconds: float) -> list[Row]:
-    """Half of row 1's streams on rank 0; single requests to rank 1, whose mock step takes no time."""
+    """Half of row 1's streams on one rank; single requests to the other one, whose mock step takes no time."""
     flags = ("--dp", "2", "--affinity-slack-tokens", "1000000000")
     firsts: list[float] = []
     loads: list[Result] = []
     with mock_service(*flags) as server:
+        alone = percentile(added_latency(server, 99, seconds), 0.5)
         for run in range(runs):
-            source = random.Random(100 + run)
             hooks = {"step_ms": step_ms}
             tokens = int((seconds + 2) * 1000 / step_ms)
-            bodies = [
-                streamed(server.model, hooks, prompt=[source.randrange(10, 250) for _ in range(32)], max_tokens=tokens)
-                for _ in range(STREAMS // 2)
-            ]
-            load = Load(Job(server.port, bodies, STREAMS // 2, STREAMS // 2, headers={"X-Session-ID": f"load-{run}"}))
-            probes = [
-                streamed(server.model, {}, prompt=[source.randrange(10, 250) for _ in range(32)], max_tokens=1)
-                for _ in range(500)
-            ]
+            bodies = [streamed(server.model, hooks, prompt=[9, run, 9], max_tokens=tokens)] * (STREAMS // 2)
+            load = Load(Job(server.port, bodies, STREAMS // 2, STREAMS // 2, headers={"X-Session-ID": "load"}))
             time.sleep(1.0)  # the load is under way
-            probe = Job(
-                server.port, probes, 1, 10**6, headers={"X-Session-ID": f"probe-{run}"}, pause=0.005, seconds=seconds
-            )
-            firsts += Load(probe).result().first_byte_ms[20:]
+            firsts += added_latency(server, run, seconds)
             loads.append(load.result())
     rate = statistics.median(each.tokens / each.seconds for each in loads)
     p50, p99 = percentile(firsts, 0.5), percentile(firsts, 0.99)
-    note = f"{len(firsts)} requests beside {rate:,.0f} tokens/s, {loads[0].tokens / loads[0].chunks:.2f} tokens a chunk"
+    merged = loads[0].tokens / loads[0].chunks
+    note = f"{len(firsts)} requests beside {rate:,.0f} tokens/s, {merged:.2f} tokens a chunk; alone {alone:.2f} ms"
     return [
         Row("HTTP → engine → first byte, p50", f"{p50:.2f} ms", "≤ 1 ms", p50 <= 1, note),
         Row("HTTP → engine → first byte, p99", f"{p99:.2f} ms", "≤ 5 ms", p99 <= 5, ""),
@@ -271,7 +272,7 @@ def row_4(runs: int, step_ms: float, seconds: float) -> list[Row]:
 
 
 def profile(role: str, step_ms: float, seconds: float) -> None:
-    """Top costs of one role's process under row 1's load, by py-spy: share of samples in a function itself."""
+    """Top costs of one role's process under row 1's load, by py-spy: share of the samples that held the interpreter."""
     if not (spy := shutil.which("py-spy") or shutil.which(str(Path(sys.executable).parent / "py-spy"))):
         sys.exit("bench.pipeline: --profile needs py-spy (pip install py-spy)")
     with mock_service() as server, tempfile.NamedTemporaryFile(suffix=".txt") as out:
