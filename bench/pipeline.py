@@ -35,6 +35,8 @@ from wire.limits import Limits
 STREAMS = 64
 ONE_PER_CHUNK = 1.05  # tokens per chunk up to which a run counts as "one token per chunk"
 STEPS_MS = (4.0, 3.0, 2.0, 1.5, 1.2, 1.0, 0.8, 0.6, 0.4)
+# Where threads wait; the event loop's own C code (Runner.run) cannot be told from its wait.
+WAITS = ("Child._watch", "Workers._run", "Condition.wait", "Poller.poll", "Runner.run", "Beat.run", "Event.wait")
 BACKLOG_TOKENS = 16  # ids per stream and step
 CONTEXT = 1 << 18
 WORDS = """the a house sea tree answer question small green is was runs under over and but never often 12 345 def
@@ -272,7 +274,7 @@ def row_4(runs: int, step_ms: float, seconds: float) -> list[Row]:
 
 
 def profile(role: str, step_ms: float, seconds: float) -> None:
-    """Top costs of one role's process under row 1's load, by py-spy: share of the samples that held the interpreter."""
+    """Top costs of one role's process under row 1's load, by py-spy: share of the samples that did not wait."""
     if not (spy := shutil.which("py-spy") or shutil.which(str(Path(sys.executable).parent / "py-spy"))):
         sys.exit("bench.pipeline: --profile needs py-spy (pip install py-spy)")
     with mock_service() as server, tempfile.NamedTemporaryFile(suffix=".txt") as out:
@@ -303,6 +305,8 @@ def profile(role: str, step_ms: float, seconds: float) -> None:
         for line in Path(out.name).read_text().splitlines():
             stack, _, count = line.rpartition(" ")
             frames = stack.split(";")
+            if frames[-1].startswith(WAITS):
+                continue
             own[frames[-1]] += int(count)
             for frame in set(frames):
                 whole[frame] += int(count)

@@ -156,7 +156,7 @@ def _check_choice(choice: dict[str, Any], started: set[int], finished: set[int],
         if index in started:
             assert "role" not in choice["delta"], "a later delta has a role"
         else:
-            assert choice["delta"]["role"] == "assistant", choice
+            assert choice["delta"].get("role") == "assistant", choice
     else:
         text = choice["text"]
     assert not any("\ud800" <= character <= "\udfff" for character in text), "half a character in a delta"
