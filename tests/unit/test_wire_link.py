@@ -348,13 +348,24 @@ def test_a_dialer_without_a_listener_takes_nothing(tmp_path: Path) -> None:
 # --- restarts ---------------------------------------------------------------------------------------------------------
 
 
+def talk_until_welcomed(pair: Pair, generation: int) -> None:
+    """Messages for the former listener, until the new one has answered (those in a dying pipe are lost on the way)."""
+
+    def welcomed() -> bool:
+        if pair.dialer.peer_generation == generation:
+            return True
+        pair.dialer.send(Abort([1], "client"))
+        return False
+
+    pair.until(welcomed, "the new generation's welcome")
+
+
 def test_a_restarted_listener_asks_who_and_gets_a_hello(pair: Pair) -> None:
     old = pair.dialer.session
     pair.listener.close()
     pair.at_listener.clear()
     pair.listener = pair.listen(2)
-    assert pair.dialer.send(Abort([1], "client"))  # meant for the former one
-    pair.until(lambda: pair.dialer.peer_generation == 2, "the new generation's welcome")
+    talk_until_welcomed(pair, 2)
     pair.until(lambda: len(pair.at_listener) == 1, "one hello")
     assert isinstance(pair.at_listener[0][1], Hello), "what was meant for the former listener is dropped"
     assert pair.listener.counters.stale >= 1
@@ -370,10 +381,10 @@ def test_many_messages_to_a_restarted_listener_bring_one_hello(pair: Pair) -> No
     pair.listener = pair.listen(2)
     for number in range(20):
         assert pair.dialer.send(Abort([number], "client"))
-    pair.until(lambda: pair.dialer.peer_generation == 2, "the welcome")
+    talk_until_welcomed(pair, 2)
     pair.works()
     assert sum(isinstance(message, Hello) for _, message, _ in pair.at_listener) == 1
-    assert pair.listener.counters.stale == 20
+    assert pair.listener.counters.stale >= 1
 
 
 def test_messages_of_the_former_session_are_dropped_by_the_dialer(pair: Pair) -> None:
