@@ -355,7 +355,7 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A service whose context takes a body near the size limit."""
     folder = tmp_path_factory.mktemp("roomy")
     model = model_copy(folder / "model", TINY, max_position_embeddings=2_097_152)
-    with service(folder / "service", model=model) as found:
+    with service(folder / "service", "--device-blocks", "16384", model=model) as found:
         yield found
 
 
