@@ -31,3 +31,5 @@ class EngineConfig(msgspec.Struct):
     key_bits: int = 256
     mock_step_ms: float = 0.0
     mock_model: str = "counter"  # "counter" | "echo"; a request's hooks may script it
+    cache_secret: bytes = b""  # with it, blocks that fill with produced ids are named as tokenizers name prompts
+    share_prefix_cache: bool = False  # all tenants have one root

@@ -24,6 +24,7 @@ class Row:
     blocks: int32 [>= ceil((start + count) / block_tokens)], the sequence's block table (a view, not changed while
     the step runs). sample: whether a next id is sampled after the last token of this row.
     nan_logits: test hook, makes the sampled row's logits non-finite.
+    A row may be used again for a later step: its fields are read while the step is launched, not afterwards.
     """
 
     slot: int
@@ -54,12 +55,21 @@ class Logprobs:
 
 
 @dataclass(slots=True)
+class Further:
+    """Ids that one row gives after its first, from a model that yields several a step; a record each, if asked for."""
+
+    ids: list[int]
+    logprobs: list[Logprobs] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class StepResult:
     """One entry per row with `sample`, in row order."""
 
     ids: npt.NDArray[np.int32]
     finite: npt.NDArray[np.bool_]  # False: the row's logits were not finite; its id means nothing
     logprobs: dict[int, Logprobs] = field(default_factory=dict)  # index in `ids` -> record, where asked for
+    further: dict[int, Further] = field(default_factory=dict)  # index in `ids` -> ids after it, where there are some
 
 
 @dataclass(slots=True)

@@ -170,4 +170,6 @@ def _engine(flags: Flags, place: Place, secret: bytes, rank: int) -> EngineConfi
         key_bits=flags.key_bits,
         mock_step_ms=flags.mock_step_ms,
         mock_model=flags.mock_model,
+        cache_secret=place.cache_secret,
+        share_prefix_cache=flags.share_prefix_cache,
     )
