@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from engine_proc.models.base import AttentionShape, LayerAttention
@@ -31,4 +33,7 @@ class AttentionBackend(Protocol):
 def new_cache(shape: AttentionShape, num_blocks: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """The memory of all blocks. Zeros: attention reads whole blocks, and masked garbage could be NaN."""
     size = (shape.layers, 2, num_blocks, shape.block_tokens, shape.kv_heads, shape.head_dim)
+    if device.type == "cpu":  # zero pages come from the kernel as they are touched: gigabytes need no time at the start
+        count = math.prod(size) * dtype.itemsize
+        return torch.from_numpy(np.zeros(count, np.uint8)).view(dtype).view(size)
     return torch.zeros(size, dtype=dtype, device=device)
