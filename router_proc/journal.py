@@ -84,7 +84,6 @@ class Sequence:
         "rank",
         "reason",
         "recorded",
-        "repair_by",
         "share",
         "sid",
         "started",
@@ -113,7 +112,6 @@ class Sequence:
         self.aborting = False  # its rank was asked to end it
         self.told = False  # the tokenizer knows its end, or wants no more of it
         self.flowing = False  # new ids are journalled and passed on without further questions
-        self.repair_by = 0.0  # ids are missing; they must come until then
         self.dirty = False  # in its tokenizer's list of sequences with new ids
 
     def move(self, state: State) -> None:

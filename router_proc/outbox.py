@@ -84,6 +84,5 @@ class Tokenizer:
                 ids.append(produced[start])
             else:
                 ids += produced[start:] if start else produced
-            if sequence.logprobs:
-                logprobs += [item for item in sequence.logprobs if item.offset >= start]
+            logprobs += sequence.logprobs
         return StepOutput(sids, attempts, offsets, counts, self.finished, logprobs), ids.tobytes()

@@ -24,7 +24,7 @@ class Outputs:
         self._listener, self._live, self._dispatcher = listener, live, dispatcher
         self._only: Step | None = None  # the one StepOutput since the last flush, if nothing of it is to be left out
         self._taken = 0
-        self._repairs: dict[int, Sequence] = {}
+        self._repairs: dict[int, tuple[Sequence, int, float]] = {}  # asked for from which offset on, until when
 
     def take(self, rank: Rank, message: StepOutput, frames: list[bytes], now: float) -> bool:
         """Journal the ids, records and ends of one step. False for a message that is no good; then nothing is taken."""
@@ -94,8 +94,6 @@ class Outputs:
             return max(1, count)
         if offset < have and offset + count <= have:
             return max(1, count)
-        if self._repairs:
-            self._repairs.pop(sequence.sid, None)
         if not sequence.flowing:
             self._start(sequence, now)
         return have - offset
@@ -114,15 +112,14 @@ class Outputs:
 
     def _miss(self, sequence: Sequence, now: float) -> None:
         """Ids are missing: ask for them once, and give the sequence up if they do not come."""
-        if sequence.sid in self._repairs:
+        have, rank = len(sequence.produced), sequence.rank
+        if sequence.sid in self._repairs and self._repairs[sequence.sid][1] == have:
             return
         self._live.totals.missing_outputs += 1
-        have, rank = len(sequence.produced), sequence.rank
         log.error("output of a sequence is missing from offset %d on", have)
         peer = None if rank is None else rank.peer
         if peer is not None and self._listener.send(peer, Resync([sequence.sid], [have])):
-            sequence.repair_by = now + REPAIR_SECONDS
-            self._repairs[sequence.sid] = sequence
+            self._repairs[sequence.sid] = (sequence, have, now + REPAIR_SECONDS)
         else:
             self._give_up(sequence, now)
 
@@ -133,10 +130,10 @@ class Outputs:
 
     def tick(self, now: float) -> None:
         """Give up what was not repaired in time."""
-        for sequence in list(self._repairs.values()):
-            if sequence.sid not in self._live.journal.sequences or sequence.told:
-                del self._repairs[sequence.sid]
-            elif now >= sequence.repair_by:
+        for sid, (sequence, have, until) in list(self._repairs.items()):
+            if sequence.told or sid not in self._live.journal.sequences or len(sequence.produced) > have:
+                del self._repairs[sid]
+            elif now >= until:
                 self._give_up(sequence, now)
 
     def _take_logprobs(self, rank: Rank, records: SequenceLogprobs, now: float) -> bool:

@@ -160,6 +160,17 @@ def test_late_events_of_a_lost_rank_do_not_touch_its_next_start() -> None:
     found.check()
 
 
+@pytest.mark.parametrize("routing", ["affinity", "least-loaded"])
+def test_ties_rotate(routing: str) -> None:
+    """One request after the other, each alone in the service."""
+    found, ranks = placement(3, routing), []
+    for number in range(9):
+        choice, (share,) = place(found, wanted(300, keys=chain(number, 2)))
+        ranks.append(choice.rank)
+        found.release(share, 5)
+    assert ranks == [0, 1, 2] * 3
+
+
 # --- 38: tokens and homes ---------------------------------------------------------------------------------------------
 
 

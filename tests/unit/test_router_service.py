@@ -189,6 +189,20 @@ def test_logprobs_that_come_after_their_ids_end_the_sequence() -> None:
         assert found.ends_of(sid)[0].code == "internal_error"
 
 
+def test_a_step_for_two_tokenizers_is_told_apart() -> None:
+    with world() as found:
+        (engine,) = found.engines()
+        other = found.dial("tokenizer", 1)
+        mine, theirs = found.placed()[0], found.placed(tokenizer=other)[0]
+        engine.accept(mine, theirs)
+        engine.step((mine, 0, [1]), (theirs, 0, [2, 3]))
+        found.until(lambda: found.text_of(mine) and found.text_of(theirs, other), "both get their ids")
+        found.settle()
+        assert [output.sids for output in found.tokenizer.of(StepOutput)] == [[mine]]
+        assert [output.sids for output in other.of(StepOutput)] == [[theirs]]
+        assert other.frames_of(StepOutput) == [[ids_of(2, 3)]]
+
+
 def test_a_backlog_becomes_one_message_per_tokenizer() -> None:
     """Steps of two engines for sequences of two tokenizers, all read at once."""
     with world(ranks=2) as found:
@@ -266,6 +280,8 @@ def test_ids_that_are_missing_are_asked_for_and_come() -> None:
         assert len(engine.of(Resync)) == 1
         assert found.router.live.totals.missing_outputs == 1
         found.skew = 2 * REPAIR_SECONDS
+        found.settle()
+        assert found.ends_of(sid) == []
         engine.step((sid, 7, [8]), finished=[Finished(sid, 0, "length", 8, Usage(10))])
         found.until(lambda: found.ends_of(sid), "its end")
         assert found.ends_of(sid)[0].reason == "length"
@@ -401,6 +417,28 @@ def test_42_what_a_tokenizer_cannot_take_is_kept_and_merged() -> None:
         kinds = [type(message).__name__ for message, _ in found.tokenizer.got]
         assert kinds.index("Accepted", kinds.index("StepOutput")) < len(kinds) - 1, "the acceptance comes first"
         assert len(found.tokenizer.of(StepOutput)) == 2, "all of it in one message"
+
+
+def test_42_a_step_after_one_that_did_not_fit_brings_both() -> None:
+    with world() as found:
+        found.engines()
+        sid, engine = found.running()
+        real, refused = found.router.listener.send, 0
+
+        def send(peer: Any, message: Any, *frames: Any) -> bool:
+            nonlocal refused
+            if isinstance(message, StepOutput) and not refused:
+                refused += 1
+                return False
+            return real(peer, message, *frames)
+
+        found.router.listener.send = send  # type: ignore[method-assign]
+        engine.step((sid, 3, [4]))
+        found.until(lambda: refused, "a step does not fit")
+        found.skew = 1.0
+        engine.step((sid, 4, [5]))
+        found.until(lambda: len(found.text_of(sid)) == 5, "the next one brings both")
+        assert found.text_of(sid) == [1, 2, 3, 4, 5]
 
 
 def test_a_tokenizer_that_takes_nothing_for_too_long_is_lost() -> None:
@@ -545,14 +583,14 @@ def test_a_deadline_of_a_request_that_has_ended_does_nothing() -> None:
 def test_deadlines_of_ended_requests_are_not_kept() -> None:
     with world() as found:
         (engine,) = found.engines(max_running=4000)
-        for _ in range(3):
-            sids = [found.request(timeout=3600.0) for _ in range(800)]
-            found.until(lambda: len(engine.of(Submit)) == 800, "all are placed")
+        for _ in range(4):
+            sids = [found.request(timeout=3600.0) for _ in range(1000)]
+            found.until(lambda: len(engine.of(Submit)) == 1000, "all are placed")
             engine.accept(*sids)
             engine.step(*[(sid, 0, [2]) for sid in sids], finished=[Finished(s, 0, "stop", 1, Usage(10)) for s in sids])
             idle(found)
             engine.got.clear()
-        assert len(found.router.dispatcher._deadlines) <= 1024 + 2 * 800
+        assert len(found.router.dispatcher._deadlines) <= 1024 + 2 * 1000
 
 
 # --- what everybody is told -------------------------------------------------------------------------------------------
