@@ -86,7 +86,7 @@ class PrefixCache:
         if have < most:
             why = "evicted" if self.pool.was_evicted(keys[have]) else "cold"
         elif have < full:
-            why = "capped" if self.pool.holds(keys[have]) >= 0 else "cold"
+            why = "capped" if self.pool.holds(keys[have]) >= 0 else "" if have else "cold"
         sequence.awaits = keys[have] if have < most else b""
         return Hit(match.blocks, match.chain, why, match.collided, sequence.awaits in self._claimed)
 
