@@ -44,8 +44,9 @@ def unrelated(server: Service, seed: int, **fields: Any) -> dict[str, Any]:
 
 
 def spread(server: Service, count: int, seed: int) -> Counter[int]:
-    """Send `count` unrelated prompts at once, and count the ranks they went to."""
-    bodies = [unrelated(server, seed * 100_000 + number, hooks={"step_ms": 20}) for number in range(count)]
+    """Send `count` unrelated prompts at once, none of which ends before the last one is placed; ranks they went to."""
+    fields: dict[str, Any] = {"hooks": {"step_ms": 20}, "max_tokens": 100}
+    bodies = [unrelated(server, seed * 100_000 + number, **fields) for number in range(count)]
     answers = together([partial(server.post, COMPLETIONS, body, timeout=60) for body in bodies])
     assert {answer.status for answer in answers} == {200}
     return Counter(route(answer.headers)[0] for answer in answers)
