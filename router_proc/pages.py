@@ -139,19 +139,17 @@ def _json_page(router: Router) -> bytes:
     ranks: dict[str, Any] = {}
     for rank in live.ranks:
         load = live.placement.loads[rank.index]
-        found: dict[str, Any] = {
+        own: dict[str, Any] = {
             "ready": rank.ready,
             "generation": 0 if rank.peer is None else rank.peer.generation,
             "inflight": len(rank.sequences),
             "load_tokens": 0 if load == math.inf else load,
         }
         if rank.info is not None:
-            found["engine"] = msgspec.to_builtins(msgspec.structs.asdict(rank.info))
+            own["engine"] = msgspec.to_builtins(msgspec.structs.asdict(rank.info))
         process = router.registry.processes.get(rank.name)
-        if process is not None:
-            found.update(_plain({**process.counters, **process.gauges}))
-            found.update(process.detail)
-        ranks[str(rank.index)] = found
+        told = {} if process is None else _plain({**process.counters, **process.gauges}) | process.detail
+        ranks[str(rank.index)] = own | told | own
     others = {
         name: _plain({**process.counters, **process.gauges}) | process.detail
         for name, process in sorted(router.registry.processes.items())

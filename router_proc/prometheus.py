@@ -54,6 +54,12 @@ HELP = {
     "e2e_seconds": "time from a request to its last token",
     "queue_seconds": "time from a sequence's arrival at its engine to its first step",
     "http_requests_total": "HTTP answers, by status",
+    "streams_stalled_total": "streams that were ended because their reader did not read",
+    "late_outputs_total": "text that reached a frontend after the end of its request",
+    "tokenizer_late_outputs_total": "ids that reached a tokenizer after the end of their sequence",
+    "tokenizer_segment_hits_total": "text segments found encoded",
+    "tokenizer_segment_misses_total": "text segments that were encoded",
+    "tokenizer_segment_cache_tokens": "tokens in the caches of encoded segments",
 }
 HISTOGRAMS = ("ttft_seconds", "inter_token_seconds", "e2e_seconds", "queue_seconds")
 # In the contract's list, so they are on the page whether or not a process reports them.

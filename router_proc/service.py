@@ -38,6 +38,7 @@ from wire.messages import (
 
 TICK_SECONDS = 0.25
 STATUS_SECONDS = 1.0
+DRAIN_LIMIT = 250  # messages until what follows from them is sent: a burst of requests must not hold up ids
 MAX_HOOKS = 1024
 ABORT_REASONS = frozenset({"client", "stop", "stall", "deadline", "shutdown", "admin"})
 FORMS = ("prometheus", "json")
@@ -87,7 +88,7 @@ class Router:
         """Take everything that is there at `now` (monotonic seconds), and send what follows from it."""
         self._now = now
         counters = self.listener.counters
-        for peer, message, frames in self.listener.drain(now):
+        for peer, message, frames in self.listener.drain(now, DRAIN_LIMIT):
             if counters.gaps != self._gaps:
                 self._gaps = counters.gaps
                 if peer.role != "frontend":  # what is missing may be the end of a request: nobody must wait for it

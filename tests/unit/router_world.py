@@ -112,6 +112,10 @@ class End:
         self.dialer.close()
         self.world.ends.remove(self)
 
+    def aborts(self) -> list[int]:
+        """All sids that it was asked to end."""
+        return [sid for message in self.of(Abort) for sid in message.sids]
+
     # --- an engine's words ----------------------------------------------------------------------------------------
 
     def accept(self, *sids: int, attempt: int = 0) -> None:

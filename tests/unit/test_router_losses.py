@@ -15,10 +15,6 @@ from wire.link import Beat
 from wire.messages import Abort, Accepted, HookReply, Rejected, StepOutput, Submit, Welcome
 
 
-def aborts(engine: End) -> list[int]:
-    return [sid for message in engine.of(Abort) for sid in message.sids]
-
-
 def die(found: World, end: End) -> None:
     """The process ends, and the launcher says so."""
     end.close()
@@ -81,7 +77,7 @@ def test_a_new_generation_takes_the_place_of_the_old_one() -> None:
         old.step((running, 3, [4]))
         assert found.placed()[1] is new
         assert found.text_of(running) == [1, 2, 3], "the old one's words count no more"
-        assert aborts(new) == [], "the new one is not told of what it never had"
+        assert new.aborts() == [], "the new one is not told of what it never had"
 
 
 def test_40_a_silent_engine_is_lost_and_comes_back_with_nothing() -> None:
@@ -104,7 +100,7 @@ def test_40_a_silent_engine_is_lost_and_comes_back_with_nothing() -> None:
         frozen.step((running, 3, [4]))  # what it says when it wakes
         found.until(lambda: len(frozen.of(Welcome)) == welcomes + 1, "it is told to start anew")
         found.until(lambda: found.router.live.ranks[frozen.index].ready, "and is back in rotation")
-        found.until(lambda: {running, waiting} <= set(aborts(frozen)), "what it may still run is aborted")
+        found.until(lambda: {running, waiting} <= set(frozen.aborts()), "what it may still run is aborted")
         assert found.text_of(running) == [1, 2, 3]
         assert len(found.ends_of(running)) == 1
         assert found.placed()[1] is frozen
@@ -178,7 +174,7 @@ def test_42_a_full_queue_in_the_middle_of_a_request_refuses_all_of_it() -> None:
         sid = found.request(n=4)
         found.until(lambda: found.rejections(sid), "a refusal")
         assert found.rejections(sid)[0].code == "engine_unavailable"
-        found.until(lambda: set(aborts(engine)) == {sid, sid + 1}, "what is there already is called back")
+        found.until(lambda: set(engine.aborts()) == {sid, sid + 1}, "what is there already is called back")
         engine.accept(sid, sid + 1)
         for choice in range(2):
             engine.finish(sid + choice, 0, "abort")
@@ -199,7 +195,7 @@ def test_a_gap_on_an_engines_link_loses_the_engine() -> None:
         assert found.router.listener.counters.gaps == 1
         engine.send(Accepted([], []))
         found.until(lambda: found.router.live.ranks[0].ready, "it starts anew")
-        found.until(lambda: sid in aborts(engine), "and drops what it had")
+        found.until(lambda: sid in engine.aborts(), "and drops what it had")
         assert found.placed()[1] is engine
 
 
@@ -211,7 +207,7 @@ def test_a_lost_tokenizer_takes_its_requests_with_it() -> None:
         waiting, _ = found.placed(tokenizer=other)
         mine, _ = found.running()
         die(found, other)
-        found.until(lambda: set(aborts(engine)) == {theirs, waiting}, "its sequences are aborted")
+        found.until(lambda: set(engine.aborts()) == {theirs, waiting}, "its sequences are aborted")
         engine.finish(theirs, 3, "abort")
         engine.finish(waiting, 0, "abort")
         engine.step((mine, 3, [4]))
@@ -229,7 +225,7 @@ def test_a_tokenizers_next_process_start_ends_the_requests_of_the_former() -> No
         sid, _ = found.running()
         found.tokenizer.awake = False
         found.tokenizer = found.dial("tokenizer", 0)
-        found.until(lambda: aborts(engine) == [sid], "its sequences are aborted")
+        found.until(lambda: engine.aborts() == [sid], "its sequences are aborted")
         engine.finish(sid, 3, "abort")
         idle(found)
         assert found.running()
