@@ -57,9 +57,11 @@ class Outbox:
         self._kept = _Kept()
 
     def put(self, output: Output) -> None:
-        """Send one step's output, or keep it."""
-        if not self.flush() or not self._send(output):
+        """Send one step's output, or keep it; what was kept before goes with it in one message."""
+        kept = self._kept
+        if kept.offsets or kept.finished or not self._send_others() or not self._send(output):
             self._keep(output)
+            self.flush()
 
     def _send(self, output: Output) -> bool:
         sequences, counts = output.sequences, output.counts
@@ -95,8 +97,16 @@ class Outbox:
         kept.ids += len(sequence.produced) - offset
         return True
 
-    def flush(self) -> bool:
-        """Send what is kept; True when nothing is left."""
+    def flush(self) -> None:
+        """Send what is kept, as far as the link takes it."""
+        kept = self._kept
+        if self._send_others() and (kept.offsets or kept.finished):
+            message, ids = _merged(kept)
+            if self._link.send(message, ids):
+                self._kept = _Kept()
+
+    def _send_others(self) -> bool:
+        """All but outputs, which come after them; True when nothing is left."""
         if self._accepted:
             sids = [sequence.sid for sequence in self._accepted]
             if not self._link.send(Accepted(sids, [sequence.attempt for sequence in self._accepted])):
@@ -106,12 +116,6 @@ class Outbox:
             if not self._link.send(self._others[0]):
                 return False
             self._others.popleft()
-        kept = self._kept
-        if kept.offsets or kept.finished:
-            message, ids = _merged(kept)
-            if not self._link.send(message, ids):
-                return False
-            self._kept = _Kept()
         return True
 
 

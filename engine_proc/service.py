@@ -161,7 +161,8 @@ class Engine:
         scheduler = self.scheduler
         step = scheduler.schedule()
         if step is not None:
-            began = self._watch.since = time.monotonic()
+            began = self._watch.since = self._busy_at = time.monotonic()
+            self._checked = False
             self._pending.append((step, self._runner.launch(step.plan())))
             self.stats.steps += 1
         elif not self._pending:
@@ -180,9 +181,7 @@ class Engine:
             self.outbox.flush()
 
     def _tick(self, now: float) -> None:
-        if not self.idle:
-            self._busy_at, self._checked = now, False
-        elif not self._checked and now - self._busy_at >= CHECK_SECONDS:
+        if not self._checked and self.idle and now - self._busy_at >= CHECK_SECONDS:
             self.scheduler.check()
             self._checked = True
         stats = self.stats.message()
@@ -302,6 +301,7 @@ class Engine:
         """The launcher says that a child died."""
         if control.role == "router" and self.link.peer_generation in (0, control.generation):
             self.drop_all()
+            self.link.redial()
 
     # --- test hooks -----------------------------------------------------------------------------------------------
 
