@@ -291,6 +291,7 @@ class Hub:
             return
         if link.dialer.peer_generation in (0, control.generation):
             self._lose(link)
+            link.dialer.redial()
 
     def _lose(self, link: Link) -> None:
         link.up = False

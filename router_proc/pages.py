@@ -157,7 +157,7 @@ def _json_page(router: Router) -> bytes:
     }
     others["router.0"] = _plain({**_own_counters(router), **_own_gauges(router)})
     body = {
-        "state": msgspec.structs.asdict(service.status(0.0)) | {"service": None},
+        "state": msgspec.structs.asdict(router.status(0.0)) | {"service": None},
         "service": None if service.info is None else msgspec.structs.asdict(service.info),
         "ranks": ranks,
         "processes": others,

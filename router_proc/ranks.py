@@ -95,10 +95,17 @@ class Service:
         left = self._outage - (now - min(lost)) if lost else self._outage
         return min(MAX_RETRY_SECONDS, max(1, math.ceil(left)))
 
-    def status(self, now: float) -> ServiceStatus:
+    def status(self, now: float, linked: int, tokenizers: int) -> ServiceStatus:
+        """`linked` of `tokenizers` tokenizers have said hello: without one no request can come in."""
         ready, ranks = sum(rank.ready for rank in self._ranks), len(self._ranks)
+        if ready and not linked:
+            return ServiceStatus("down", "no tokenizer is linked", ready, ranks, self.info)
         if ready:
-            state, reason = ("ok", "") if ready == ranks else ("degraded", f"{ranks - ready} of {ranks} ranks are out")
+            state, reason = "ok", ""
+            if ready < ranks:
+                state, reason = "degraded", f"{ranks - ready} of {ranks} ranks are out"
+            elif linked < tokenizers:
+                state, reason = "degraded", f"{tokenizers - linked} of {tokenizers} tokenizers are out"
             return ServiceStatus(state, reason, ready, ranks, self.info)
         state, reason = ("loading", "no rank is ready yet") if self.info is None else ("down", "all ranks are out")
         return ServiceStatus(state, reason, 0, ranks, self.info, self.retry_after(now))

@@ -30,6 +30,7 @@ from wire.messages import (
     MetricsQuery,
     MetricsReply,
     Rejected,
+    ServiceStatus,
     Stats,
     StepOutput,
     Submit,
@@ -213,7 +214,7 @@ class Router:
             if peer.identity not in self.tokenizers:
                 self.tokenizers[peer.identity] = Tokenizer(peer)
         if peer.role != "engine":
-            self.listener.send(peer, self.service.status(now))  # repeated each second
+            self._send_status(now)  # a tokenizer more may be what was missing
 
     def _make_ready(self, rank: Rank, now: float) -> None:
         """Its engine has told what it can do: into rotation, with nothing on it."""
@@ -258,6 +259,7 @@ class Router:
             for sequence in theirs:
                 sequence.told, sequence.flowing = True, False
             self.live.abort(theirs, "admin")
+            self._next_status = 0.0  # told with the next tick
         for query, (frontend, _, _) in list(self._hooks.items()):
             if frontend is peer:
                 del self._hooks[query]
@@ -303,10 +305,14 @@ class Router:
         """An abort of nothing shows it: what was sent to a process that died just then will never be answered."""
         return not self.listener.send(peer, Abort([], "admin")) and peer.gone
 
+    def status(self, now: float) -> ServiceStatus:
+        """What this service can do now."""
+        return self.service.status(now, len(self.tokenizers), self.config.tokenizers)
+
     def _send_status(self, now: float) -> None:
         """To all frontends and tokenizers. One that cannot take it now gets the next one."""
         self._next_status = now + STATUS_SECONDS
-        status = self.service.status(now)
+        status = self.status(now)
         for peer in list(self.listener.peers.values()):
             if peer.role != "engine" and not self.listener.send(peer, status) and peer.gone:
                 self._lose(peer, "nobody is there")

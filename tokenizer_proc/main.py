@@ -119,6 +119,7 @@ class Tokenizer:
             if self.router.peer_generation in (0, control.generation):
                 self.service.status = None
                 self.service.lose_router()
+                self.router.redial()
         elif control.role == "frontend":
             peer = self.listener.by_name.get(f"frontend.{control.index}")
             if peer is not None and peer.generation == control.generation:

@@ -273,6 +273,11 @@ class Dialer:
         self._said_hello = time.monotonic()
         self._put(self._hello, ())
 
+    def redial(self) -> None:
+        """The listener's process is known to be dead: greet its successor, without waiting to be asked."""
+        self._session = 0
+        self.greet()
+
     def _put(self, message: Message, frames: tuple[bytes | memoryview, ...]) -> bool:
         try:
             self.socket.send_multipart([_pack(self._session, self._sent + 1, message), *frames], zmq.NOBLOCK, copy=True)

@@ -276,6 +276,7 @@ def test_a_page_is_not_broken_by_what_a_process_says() -> None:
 def test_the_json_page_has_one_key_a_line_and_all_numbers_of_a_rank() -> None:
     with world(ranks=2) as found:
         found.engines()
+        found.dial("tokenizer", 1)
         sid, engine = found.running(tokens=300, max_tokens=50)
         engine.send(Stats({"steps_total": 3}, {"hicache_pages_used": 7}, {}, {"hicache_backend": "memcpy"}))
         found.settle()

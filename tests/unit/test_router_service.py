@@ -27,7 +27,10 @@ def test_status_follows_the_ranks() -> None:
         one = found.dial("engine", 0, engine_info(context_length=5000))
         found.until(lambda: states(frontend)[-1] == "degraded", "one of two")
         found.dial("engine", 1, engine_info(context_length=4000))
-        found.until(lambda: states(frontend)[-1] == states(found.tokenizer)[-1] == "ok", "both")
+        found.until(lambda: frontend.of(ServiceStatus)[-1].ranks_ready == 2, "both")
+        assert states(frontend)[-1] == "degraded", "a tokenizer is still out"
+        found.dial("tokenizer", 1)
+        found.until(lambda: states(frontend)[-1] == states(found.tokenizer)[-1] == "ok", "both, and both tokenizers")
         status = found.tokenizer.of(ServiceStatus)[-1]
         assert (status.ranks_ready, status.ranks) == (2, 2)
         assert status.service is not None
