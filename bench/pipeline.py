@@ -36,7 +36,16 @@ STREAMS = 64
 ONE_PER_CHUNK = 1.05  # tokens per chunk up to which a run counts as "one token per chunk"
 STEPS_MS = (4.0, 3.0, 2.0, 1.5, 1.2, 1.0, 0.8, 0.6, 0.4)
 # Where threads wait; the event loop's own C code (Runner.run) cannot be told from its wait.
-WAITS = ("Child._watch", "Workers._run", "Condition.wait", "Poller.poll", "Runner.run", "Beat.run", "Event.wait")
+WAITS = (
+    "Child._watch",
+    "Workers._run",
+    "Condition.wait",
+    "Poller.poll",
+    "Runner.run",
+    "Beat.run",
+    "Event.wait",
+    "MockPending",
+)
 BACKLOG_TOKENS = 16  # ids per stream and step
 CONTEXT = 1 << 18
 WORDS = """the a house sea tree answer question small green is was runs under over and but never often 12 345 def
