@@ -136,6 +136,7 @@ def _peer_family(
 def _json_page(router: Router) -> bytes:
     """Indented JSON, one key a line: the service, each rank with all its numbers, and the other processes."""
     service, live = router.service, router.live
+    status = router.status(0.0)
     ranks: dict[str, Any] = {}
     for rank in live.ranks:
         load = live.placement.loads[rank.index]
@@ -157,7 +158,7 @@ def _json_page(router: Router) -> bytes:
     }
     others["router.0"] = _plain({**_own_counters(router), **_own_gauges(router)})
     body = {
-        "state": msgspec.structs.asdict(router.status(0.0)) | {"service": None},
+        "state": {"state": status.state, "reason": status.reason, "ready": status.ranks_ready, "ranks": status.ranks},
         "service": None if service.info is None else msgspec.structs.asdict(service.info),
         "ranks": ranks,
         "processes": others,
