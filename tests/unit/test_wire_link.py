@@ -387,6 +387,19 @@ def test_many_messages_to_a_restarted_listener_bring_one_hello(pair: Pair) -> No
     assert pair.listener.counters.stale >= 1
 
 
+def test_a_dialer_that_knows_of_the_death_greets_the_next_listener_unasked(pair: Pair) -> None:
+    pair.listener.close()
+    pair.at_listener.clear()
+    pair.dialer.redial()
+    assert not pair.dialer.ready
+    assert not pair.dialer.send(Abort([1], "client"))
+    pair.listener = pair.listen(2)
+    pair.until(lambda: pair.dialer.ready, "the next one's welcome")
+    assert pair.dialer.peer_generation == 2
+    pair.works()
+    assert pair.listener.counters.gaps == pair.dialer.counters.gaps == 0
+
+
 def test_messages_of_the_former_session_are_dropped_by_the_dialer(pair: Pair) -> None:
     peer, old = pair.peer, pair.peer.session
     pair.listener.forget(peer)
