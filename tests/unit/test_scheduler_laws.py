@@ -82,6 +82,17 @@ def test_a_long_prompt_leaves_half_of_the_budget_to_short_ones() -> None:
     assert short.sid in world.ends, "the short one waited for the long one"
 
 
+def test_the_shortest_of_the_others_comes_first() -> None:
+    world = World(chunk=16, num_blocks=200)
+    long = world.add(prompt_of(1, 320), params(1))
+    middle = world.add(prompt_of(2, 100), params(1))
+    short = world.add(prompt_of(3, 5), params(1))
+    rows = plan_of(world).rows
+    assert [(row.slot, row.count) for row in rows] == [(0, 8), (2, 5)], "3 tokens are left: no whole block"
+    assert short.sid in world.ends
+    assert long.planned == 8 and middle.planned == 0
+
+
 def test_short_prompts_do_not_stop_a_long_one() -> None:
     """However many short ones arrive, the long one gets half of each step."""
     world = World(chunk=16, num_blocks=400, max_running=40)
@@ -184,6 +195,18 @@ def test_preemption_takes_the_youngest_and_order_stays(depth: int) -> None:
     assert list(world.ends) == [sequence.sid for sequence in sequences]
 
 
+def test_nobody_is_started_only_to_be_preempted() -> None:
+    """The last block is kept for the one that will need it next."""
+    world = World(num_blocks=4)
+    first = world.add(prompt_of(1, 11), params(5))
+    world.turn()
+    second = world.add(prompt_of(2, 3), params(6))
+    world.run()
+    assert world.scheduler.counters.preemptions == 0
+    assert world.ids[first.sid] == expected(prompt_of(1, 11), 5)
+    assert world.ids[second.sid] == expected(prompt_of(2, 3), 6)
+
+
 def test_a_blocked_queue_is_not_searched_again_without_need() -> None:
     world, holder, large = large_behind_a_holder(32)
     looks: list[Sequence] = []
@@ -275,6 +298,20 @@ def test_57_tenants_share_nothing() -> None:
     world = World()
     for tenant, cached in (("a", 0), ("b", 0), ("a", 16), ("b", 16)):
         sequence = world.add(prompt_of(1, 20), params(1), tenant=tenant)
+        world.run()
+        assert world.ends[sequence.sid].usage.cached_tokens == cached
+
+
+def test_57_tenants_share_nothing_that_was_produced() -> None:
+    """Without a full block in the prompt every key of the chain is made here."""
+    world = World()
+    prompt = prompt_of(1, 3)
+    for tenant in ("a", "b"):
+        world.add(prompt, params(18), tenant=tenant)
+        world.run()
+    longer = prompt + expected(prompt, 18) + [5]
+    for tenant, cached in (("a", 20), ("b", 20), ("c", 0)):
+        sequence = world.add(longer, params(1), tenant=tenant)
         world.run()
         assert world.ends[sequence.sid].usage.cached_tokens == cached
 
