@@ -22,6 +22,7 @@ from engine_proc.plan import Row
 from engine_proc.upload import Handle, Upload
 
 _PIECE = 256  # query tokens per call under a mask
+_MASK_ALIGN = 16  # elements
 _ALONE_TOKENS = 384  # from this context on, a call of its own costs less than copying K and V
 _GROUP_BYTES = 256 << 20  # gathered K and V of one group in one layer
 _PADDING = 1.25  # a group may attend to this many times the tokens that its rows need
@@ -158,7 +159,13 @@ class SdpaBackend:
 
     def triangle(self, queries: int, keys: int) -> torch.Tensor:
         """Causal mask [queries, keys], aligned at the last query and the last key."""
-        return self._triangle[_PIECE - queries :, self._triangle.shape[1] - keys :]
+        mask = self._triangle[_PIECE - queries :, self._triangle.shape[1] - keys :]
+        if self.device.type == "cpu":
+            return mask
+        # CUDA kernels read masks 16 bytes at a time and do not look where a view begins: rows must begin aligned.
+        padded = torch.empty(queries, -(-keys // _MASK_ALIGN) * _MASK_ALIGN, dtype=self.dtype, device=self.device)
+        padded[:, :keys] = mask
+        return padded[:, :keys]
 
 
 def _is_run(table: npt.NDArray[np.int64]) -> bool:
@@ -175,6 +182,7 @@ class SdpaStep:
         self._groups = groups
         self._prefill = prefill
         self._masks: dict[int, torch.Tensor] = {}
+        self._triangles: dict[tuple[int, int], torch.Tensor] = {}
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         shape = self._shape
@@ -219,6 +227,12 @@ class SdpaStep:
             self._masks[group.first] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
         return self._masks[group.first]
 
+    def _triangle(self, queries: int, keys: int) -> torch.Tensor:
+        """See `SdpaBackend.triangle`; the same for all layers of the step."""
+        if (queries, keys) not in self._triangles:
+            self._triangles[queries, keys] = self._backend.triangle(queries, keys)
+        return self._triangles[queries, keys]
+
     def _read(self, cache: torch.Tensor, context: _Context) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V [length, kv_heads, D] of one row's positions."""
         shape = self._shape
@@ -241,7 +255,7 @@ class SdpaStep:
         for first in range(0, row.count, _PIECE):
             count = min(_PIECE, row.count - first)
             end = row.start + first + count
-            mask = self._backend.triangle(count, end) if row.count > 1 else None
+            mask = self._triangle(count, end) if row.count > 1 else None
             piece = slice(row.first + first, row.first + first + count)
             out[piece] = self._causal(q[piece], keys[:end], values[:end], mask, False)
 
