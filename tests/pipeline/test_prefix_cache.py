@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from tests.pipeline.harness import ROOT, Service, poll, service
-from tests.pipeline.web import together
+from tests.pipeline.harness import ROOT, Service, service
+from tests.pipeline.web import poll, together
 
 COMPLETIONS = "/v1/completions"
 BLOCK = 128
