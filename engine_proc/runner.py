@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine_proc.attention.base import Capturable, Room
 from engine_proc.attention.registry import make_backend
+from engine_proc.graphs import DecodeGraphs
 from engine_proc.loader import LoadedModel
 from engine_proc.plan import Logprobs, Row, SlotState, StepPlan, StepResult
 from engine_proc.sampler import Sampled, Sampler
@@ -45,10 +47,14 @@ class PendingStep:
         """Whether `result` would not wait."""
         return self._event is None or self._event.query()
 
-    def result(self) -> StepResult:
-        """Waits for the step (on the CPU it is done already)."""
+    def wait(self) -> None:
+        """Until the step is done (on the CPU it is already)."""
         if self._event is not None:
             self._event.synchronize()
+
+    def result(self) -> StepResult:
+        """Waits for the step."""
+        self.wait()
         if self._ids is None:
             return StepResult(np.empty(0, np.int32), np.empty(0, np.bool_))
         ids = np.empty(len(self._order), np.int32)
@@ -80,20 +86,42 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 class Runner:
     """One model on one device, with its blocks and slots."""
 
-    def __init__(self, loaded: LoadedModel, num_blocks: int, max_running: int, attention: str = "sdpa") -> None:
-        """Allocates the blocks (num_blocks * cache_spec.block_bytes() bytes) and the state of `max_running` slots."""
+    @torch.inference_mode()
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        num_blocks: int,
+        max_running: int,
+        attention: str = "auto",
+        cuda_graphs: bool = True,
+    ) -> None:
+        """Allocates the blocks (num_blocks * cache_spec.block_bytes() bytes) and the state of `max_running` slots.
+
+        `attention` names a backend, see `attention.registry`. With cuda_graphs, decode steps of a backend that can
+        be captured are.
+        """
         self.model = loaded.model
         self.device = self.model.device
         self.num_blocks = num_blocks
-        self.backend = make_backend(attention, self.model.config.attention, num_blocks, self.device, self.model.dtype)
+        room = Room(self.model.config.attention, num_blocks, max_running, loaded.context_length)
+        self.backend = make_backend(attention, room, self.device, self.model.dtype)
         self._table = SlotTable(max_running, loaded.vocab_size, self.device)
         self._sampler = Sampler(self._table)
-        self._last_id = torch.zeros(max_running, dtype=torch.int64, device=self.device)
+        self._last_id = torch.zeros(max_running + 1, dtype=torch.int64, device=self.device)
+        self._decode: DecodeGraphs | None = None
+        if isinstance(self.backend, Capturable):
+            self._decode = DecodeGraphs(self._decode_forward, max_running, self.device, cuda_graphs)
+
+    def _decode_forward(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """int64 [B] each → final hidden states [B, hidden] of decode rows."""
+        assert isinstance(self.backend, Capturable)
+        return self.model.forward(self.last_ids(slots), positions, self.backend.decode(slots, positions), None)
 
     @torch.inference_mode()
     def open_slot(self, slot: int, state: SlotState) -> None:
         """A sequence takes a free slot; its sampling state is made from its ids so far."""
         self._table.open(slot, state)
+        self.backend.open_slot(slot)
 
     def close_slot(self, slot: int) -> None:
         """The slot is free; a row of it may still be in flight."""
@@ -105,7 +133,7 @@ class Runner:
         rows = _in_batch_order(plan.rows)
         upload = Upload(self.device)
         parts = [[row] for row in rows] if plan.deterministic else [rows] if rows else []
-        forwards = [_Forward(self, part, upload) for part in parts]
+        forwards = [self._part(part, upload) for part in parts]
         sampled_rows = [row for row in rows if row.sample]
         order = _result_order(plan.rows, sampled_rows)
         slots = [row.slot for row in sampled_rows]
@@ -124,6 +152,11 @@ class Runner:
         self._last_id.index_copy_(0, sampled_slots.tensor, sampled.ids)
         wanted = {row: self._table.traits(slots[row]).logprobs for row in sampling.logprob_rows}
         return PendingStep(self.device, sampled, order, wanted)
+
+    def _part(self, rows: list[Row], upload: Upload) -> _Forward | _Decode:
+        if self._decode is not None and rows[-1].ids is None:
+            return _Decode(self, self._decode, rows, upload)
+        return _Forward(self, rows, upload)
 
     def last_ids(self, slots: torch.Tensor) -> torch.Tensor:
         """int64 [n] → the ids last sampled in these slots."""
@@ -163,6 +196,22 @@ class _Forward:
             ids[0] if len(ids) == 1 else torch.cat(ids), self._positions.tensor, self._attention, rows
         )
         return model.logits(hidden) if self._samples else None
+
+
+class _Decode:
+    """One forward pass over decode rows alone, by a captured graph."""
+
+    def __init__(self, runner: Runner, graphs: DecodeGraphs, rows: list[Row], upload: Upload) -> None:
+        assert isinstance(runner.backend, Capturable)
+        self._model, self._backend, self._graphs = runner.model, runner.backend, graphs
+        self._rows = len(rows)
+        self._inputs = upload.add(graphs.pad([row.slot for row in rows], [row.start for row in rows]))
+        self._added = self._backend.append(rows, upload)
+
+    def run(self) -> torch.Tensor:
+        """Logits fp32 [rows, V]: each decode row samples."""
+        self._backend.write_tables(self._added)
+        return self._model.logits(self._graphs.run(self._inputs.tensor)[: self._rows])
 
 
 def _in_batch_order(rows: Sequence[Row]) -> list[Row]:

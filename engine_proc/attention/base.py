@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from engine_proc.models.base import AttentionShape, LayerAttention
 from engine_proc.plan import Row
-from engine_proc.upload import Upload
+from engine_proc.upload import Handle, Upload
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a backend makes room for."""
+
+    shape: AttentionShape
+    num_blocks: int
+    max_running: int
+    context_length: int  # the model's
 
 
 class AttentionBackend(Protocol):
@@ -22,11 +33,32 @@ class AttentionBackend(Protocol):
         """[layers, 2 (K, V), num_blocks, block_tokens, kv_heads, head_dim]: one record per layer, block and K or V."""
         ...
 
+    def open_slot(self, slot: int) -> None:
+        """Another sequence has the slot from now on."""
+        ...
+
     def prepare(self, rows: Sequence[Row], upload: Upload) -> LayerAttention:
         """Plans one step. `rows`: decode rows by rising context length, then prefill rows; their tokens in this order.
 
         What the device needs is added to `upload`; the result may be called once that has been sent.
         """
+        ...
+
+
+@runtime_checkable
+class Capturable(Protocol):
+    """A backend whose decode steps read only device memory that stays where it is."""
+
+    def append(self, rows: Sequence[Row], upload: Upload) -> Handle | None:
+        """The blocks of `rows` that the device does not know yet, for `write_tables`."""
+        ...
+
+    def write_tables(self, added: Handle | None) -> None:
+        """Enqueued ahead of the step."""
+        ...
+
+    def decode(self, slots: torch.Tensor, positions: torch.Tensor) -> LayerAttention:
+        """Attention of decode rows alone, from int64 [B] tensors; a row at position -1 only fills the batch."""
         ...
 
 

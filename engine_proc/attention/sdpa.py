@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from engine_proc.attention.base import new_cache
-from engine_proc.models.base import AttentionShape
+from engine_proc.attention.base import Room, new_cache
 from engine_proc.plan import Row
 from engine_proc.upload import Handle, Upload
 
@@ -63,13 +62,17 @@ class _Prefill:
 class SdpaBackend:
     """See `attention.base.AttentionBackend`."""
 
-    def __init__(self, shape: AttentionShape, num_blocks: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, room: Room, device: torch.device, dtype: torch.dtype) -> None:
+        shape, num_blocks = room.shape, room.num_blocks
         self.shape = shape
         self.num_blocks = num_blocks
         self.device = device
         self.dtype = dtype
         self.cache = new_cache(shape, num_blocks, device, dtype)
         self._triangle = torch.empty(0, 0, dtype=dtype, device=device)
+
+    def open_slot(self, slot: int) -> None:
+        """Nothing is kept per slot: each step brings its tables."""
 
     def prepare(self, rows: Sequence[Row], upload: Upload) -> SdpaStep:
         decode = [row for row in rows if row.ids is None]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+
+FEW_ROWS = 32  # up to which `kernels.small_batch` is used
 
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
@@ -22,12 +26,13 @@ def packs(device: torch.device, dtype: torch.dtype) -> bool:
 class Linear:
     """weight [out, in] and, where the model has one, bias [out]. `pack` ends the time in which weights may be set."""
 
-    __slots__ = ("_packed", "bias", "weight")
+    __slots__ = ("_few", "_packed", "bias", "weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight: torch.Tensor | None = weight
         self.bias = bias
         self._packed: torch.Tensor | None = None
+        self._few: Callable[..., torch.Tensor] | None = None  # multiplies few rows, where it is faster
 
     def parts(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Views of output rows [first, end). RuntimeError once packed."""
@@ -40,6 +45,10 @@ class Linear:
         if self.weight is not None and packs(self.weight.device, self.weight.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, 1)
             self.weight = self.weight if share else None
+        elif self.weight is not None and self.weight.is_cuda and self.weight.dtype is torch.bfloat16:
+            from engine_proc.kernels import small_batch  # noqa: PLC0415  needs Triton, which only torch for CUDA brings
+
+            self._few = small_batch.linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] → [T, out]."""
@@ -47,4 +56,14 @@ class Linear:
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
             return out
         assert self.weight is not None
+        if self._few is not None and x.shape[0] <= FEW_ROWS:
+            return self._few(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] → fp32 [T, out], not rounded on the way where the sums are made in fp32; without bias."""
+        if self.weight is None or not self.weight.is_cuda or self.weight.dtype is torch.float32:
+            return self(x).float()
+        if self._few is not None and x.shape[0] <= FEW_ROWS:
+            return self._few(x, self.weight, None, torch.float32)
+        return torch.mm(x, self.weight.t(), out_dtype=torch.float32)

@@ -14,6 +14,7 @@ from engine_proc.models import llama_config, rope
 from engine_proc.models.base import DTYPES, Family, LayerAttention, Model
 from engine_proc.models.linear import Linear
 from engine_proc.models.llama_config import LlamaConfig
+from engine_proc.models.ops import ops_for
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class Llama:
         self.device = device
         self.dtype = DTYPES[dtype]
         self.cache_spec = _cache_spec(self.config, dtype)
+        self._ops = ops_for(device)
         self._embedding = self._empty(config.vocab_size, config.hidden)
         self._head = Linear(self._embedding if config.tied else self._empty(config.vocab_size, config.hidden), None)
         self._norm = self._empty(config.hidden)
@@ -108,48 +110,38 @@ class Llama:
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, attention: LayerAttention, rows: torch.Tensor | None
     ) -> torch.Tensor:
+        c, ops = self.config, self._ops
         cos, sin = rope.rotation(positions, self._frequencies, self.dtype)
         x = F.embedding(ids, self._embedding)
+        h = ops.norm(x, self._layers[0].input_norm, c.eps)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            attended = self._attend(index, layer, x, cos, sin, attention)
+            attended = self._attend(index, layer, h, cos, sin, attention)
             if index == last and rows is not None:  # after the last attention only the asked rows matter
                 attended, x = attended.index_select(0, rows), x.index_select(0, rows)
-            x = x + layer.output(attended)
-            x = x + self._mlp(layer, x)
-        return self._normed(x, self._norm)
-
-    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.eps)
+            x, h = ops.add_norm(x, layer.output(attended), layer.post_norm, c.eps)
+            next_norm = self._norm if index == last else self._layers[index + 1].input_norm
+            x, h = ops.add_norm(x, layer.down(ops.silu_mul(layer.gate_up(h))), next_norm, c.eps)
+        return h
 
     def _attend(
         self,
         index: int,
         layer: _Layer,
-        x: torch.Tensor,
+        h: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
         attention: LayerAttention,
     ) -> torch.Tensor:
         c = self.config
-        qkv = layer.qkv(self._normed(x, layer.input_norm)).view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
+        qkv = layer.qkv(h).view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
         v = qkv[:, c.heads + c.kv_heads :]
-        if layer.q_norm is None or layer.k_norm is None:
-            qk = rope.rotate(qkv[:, : c.heads + c.kv_heads], cos, sin)
-            return attention.attend(index, qk[:, : c.heads], qk[:, c.heads :], v)
-        q = rope.rotate(self._normed(qkv[:, : c.heads], layer.q_norm), cos, sin)
-        k = rope.rotate(self._normed(qkv[:, c.heads : c.heads + c.kv_heads], layer.k_norm), cos, sin)
-        return attention.attend(index, q, k, v)
-
-    def _mlp(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
-        gate, up = layer.gate_up(self._normed(x, layer.post_norm)).chunk(2, dim=-1)
-        return layer.down(F.silu(gate).mul_(up))
+        weights = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+        qk = self._ops.norm_rotate(qkv[:, : c.heads + c.kv_heads], cos, sin, weights, c.heads, c.eps)
+        return attention.attend(index, qk[:, : c.heads], qk[:, c.heads :], v)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        head = self._head.weight
-        if self.device.type == "cuda" and self.dtype is not torch.float32 and head is not None:
-            return torch.mm(hidden, head.t(), out_dtype=torch.float32)  # it is summed in fp32: do not round it to bf16
-        return self._head(hidden).float()
+        return self._head.wide(hidden)
 
 
 def _cache_spec(config: LlamaConfig, dtype: str) -> CacheSpec:

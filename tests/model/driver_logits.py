@@ -34,6 +34,7 @@ class Forced:
         self.at = cached
         count = -(-len(self.ids) // driver.size) - len(prefix)
         self.blocks = np.array([*prefix, *(driver.free.pop() for _ in range(count))], np.int32)
+        self.slot = 0
         self.logits: list[torch.Tensor] = []
 
     def take(self, start: int, logits: torch.Tensor) -> None:
@@ -43,11 +44,14 @@ class Forced:
     def row(self) -> Row:
         end = min(self.at + self.chunk, self.prompt) if self.at < self.prompt else self.at + 1
         given = self.ids[self.at : end] if self.at < self.prompt else None
-        return Row(0, self.at, end - self.at, given, self.blocks, False)
+        return Row(self.slot, self.at, end - self.at, given, self.blocks, False)
 
 
 def run(driver: Driver, sequences: Sequence[Forced]) -> list[torch.Tensor]:
     """All sequences together, each step one row of each that is not done; → what each kept, [tokens, V]."""
+    for slot, sequence in enumerate(sequences):
+        sequence.slot = slot
+        driver.runner.backend.open_slot(slot)
     while live := [sequence for sequence in sequences if sequence.at < len(sequence.ids)]:
         pairs = [(sequence, sequence.row()) for sequence in live]
         pairs.sort(key=lambda pair: (pair[1].ids is not None, pair[1].start if pair[1].ids is None else 0))

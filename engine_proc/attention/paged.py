@@ -1,0 +1,183 @@
+"""The attention backend for CUDA: block tables live on the device, decode reads K and V in place.
+
+Each slot has a row of the table. Blocks are appended to it when a step first needs them, in the order of the stream,
+so a step is described by (slot, position) of each of its tokens and nothing else: that is why a decode step can be
+captured in a CUDA graph. Prefill rows read their context as one piece (a view where its blocks lie behind each other,
+else a copy of a few milliseconds' worth of bandwidth at most) and take torch's fused attention, aligned at the last
+query and key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from engine_proc.attention.base import Room, new_cache
+from engine_proc.kernels import paged_attention
+from engine_proc.plan import Row
+from engine_proc.upload import Handle, Upload
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """One prefill row: tokens [first, first + count) of the batch; positions [0, end) are attended to."""
+
+    slot: int
+    first: int
+    count: int
+    end: int
+    run: int  # first block, where the blocks lie behind each other; else -1
+
+
+class PagedBackend:
+    """See `attention.base.AttentionBackend`."""
+
+    def __init__(self, room: Room, device: torch.device, dtype: torch.dtype) -> None:
+        shape = room.shape
+        self.shape, self.device, self.dtype = shape, device, dtype
+        self.cache = new_cache(shape, room.num_blocks, device, dtype)
+        width = 1 + min(room.num_blocks, -(-(room.context_length + 1) // shape.block_tokens))
+        self.tables = torch.zeros(room.max_running + 1, width, dtype=torch.int32, device=device)
+        self._known = np.zeros(room.max_running, np.int64)  # blocks of each slot that its row of the table has
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def open_slot(self, slot: int) -> None:
+        self._known[slot] = 0
+
+    def append(self, rows: Sequence[Row], upload: Upload) -> Handle | None:
+        """Of rows that need more blocks than the table has: int64 [2, n], places in the table and blocks."""
+        slots = np.array([row.slot for row in rows])
+        ends = np.array([row.start + row.count for row in rows])
+        need = -(-ends // self.shape.block_tokens)
+        short = np.flatnonzero(need > self._known[slots])
+        if not len(short):
+            return None
+        width = self.tables.shape[1]
+        places, blocks = [], []
+        for index in short.tolist():
+            row, end = rows[index], int(need[index])
+            first = int(self._known[row.slot])
+            places.append(np.arange(row.slot * width + first, row.slot * width + end))
+            blocks.append(row.blocks[first:end])
+            self._known[row.slot] = end
+        return upload.add(np.stack((np.concatenate(places), np.concatenate(blocks))))
+
+    def write_tables(self, added: Handle | None) -> None:
+        """Enqueues what `append` found."""
+        if added is not None:
+            self.tables.view(-1).index_copy_(0, added.tensor[0], added.tensor[1].to(torch.int32))
+
+    def prepare(self, rows: Sequence[Row], upload: Upload) -> PagedStep:
+        counts = [row.count for row in rows]
+        slots = upload.add(np.repeat([row.slot for row in rows], counts))
+        positions = upload.add(np.concatenate([np.arange(row.start, row.start + row.count) for row in rows]))
+        decode = sum(row.ids is None for row in rows)
+        prefill = []
+        first = decode
+        for row in rows[decode:]:
+            end = row.start + row.count
+            run = _run(row.blocks[: -(-end // self.shape.block_tokens)])
+            prefill.append(_Prefill(row.slot, first, row.count, end, run))
+            first += row.count
+        return PagedStep(self, slots, positions, decode, prefill, self.append(rows, upload))
+
+    def decode(self, slots: torch.Tensor, positions: torch.Tensor) -> PagedDecode:
+        """Attention of decode rows alone, from static int64 [R] tensors; a position of -1 fills the batch only."""
+        return PagedDecode(self, slots, positions)
+
+    def splits(self, rows: int) -> int:
+        return paged_attention.splits_for(rows, self.shape.kv_heads, self._processors)
+
+
+def _run(blocks: npt.NDArray[np.int32]) -> int:
+    """The first of blocks that lie behind each other, else -1."""
+    first = int(blocks[0])
+    is_run = int(blocks[-1]) - first == len(blocks) - 1 and bool((np.diff(blocks) == 1).all())
+    return first if is_run else -1
+
+
+class PagedDecode:
+    """Attention of one decode step. See `models.base.LayerAttention`."""
+
+    def __init__(self, backend: PagedBackend, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        self._backend, self._slots, self._positions = backend, slots, positions
+        self._splits = backend.splits(len(slots))
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        backend = self._backend
+        cache = backend.cache[layer]
+        paged_attention.store(k, v, cache, backend.tables, self._slots, self._positions)
+        return paged_attention.attend(
+            q, cache, backend.tables, self._slots, self._positions, backend.shape, self._splits
+        )
+
+
+class PagedStep:
+    """Attention of one step with prefill rows. See `models.base.LayerAttention`."""
+
+    def __init__(
+        self,
+        backend: PagedBackend,
+        slots: Handle,
+        positions: Handle,
+        decode: int,
+        prefill: list[_Prefill],
+        added: Handle | None,
+    ) -> None:
+        self._backend, self._slots, self._positions = backend, slots, positions
+        self._decode, self._prefill, self._added = decode, prefill, added
+        self._splits = backend.splits(max(1, decode))
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        backend, shape = self._backend, self._backend.shape
+        if self._added is not None:
+            backend.write_tables(self._added)
+            self._added = None
+        cache = backend.cache[layer]
+        slots, positions = self._slots.tensor, self._positions.tensor
+        paged_attention.store(k, v, cache, backend.tables, slots, positions)
+        if not self._prefill:
+            return paged_attention.attend(q, cache, backend.tables, slots, positions, shape, self._splits)
+        out = torch.empty(q.shape[0], shape.heads * shape.head_dim, dtype=q.dtype, device=q.device)
+        if n := self._decode:
+            out[:n] = paged_attention.attend(
+                q[:n], cache, backend.tables, slots[:n], positions[:n], shape, self._splits
+            )
+        for row in self._prefill:
+            span = slice(row.first, row.first + row.count)
+            if row.count == row.end:  # nothing before it: its own K and V are all
+                keys, values = k[span], v[span]
+            else:
+                keys, values = self._read(cache, row)
+            attended = _causal(q[span], keys, values, shape.scale)
+            out[span] = attended.view(row.count, -1)
+        return out
+
+    def _read(self, cache: torch.Tensor, row: _Prefill) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [end, kv_heads, D] of one row's positions."""
+        shape = self._backend.shape
+        count = -(-row.end // shape.block_tokens)
+        if row.run >= 0:
+            both = cache[:, row.run : row.run + count]
+        else:
+            both = cache.index_select(1, self._backend.tables[row.slot, :count])
+        flat = both.reshape(2, -1, shape.kv_heads, shape.head_dim)
+        return flat[0, : row.end], flat[1, : row.end]
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """q [T, heads, D], k and v [S, kv_heads, D]; the last query sees all keys, each one before it one less."""
+    q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and q.dtype == torch.float32:  # the kernel for fp32 does not group queries
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+        grouped = False
+    mask = causal_lower_right(q.shape[2], k.shape[2]) if q.shape[2] > 1 else None
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped, scale=scale)
+    return out[0].transpose(0, 1).contiguous()

@@ -1,0 +1,1 @@
+"""Triton kernels for CUDA devices. Imported only where Triton is installed."""

@@ -1,0 +1,151 @@
+"""The law: each kernel computes what its plain torch form computes, on any valid input, and writes nothing else."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from engine_proc.models import rope
+from engine_proc.models.base import AttentionShape
+from engine_proc.models.ops import TorchOps
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("triton", reason="Triton is not installed")
+
+# Triton's interpreter runs the same kernels on the CPU, for a look without a device.
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    error = (found.double() - wanted.double()).norm() / wanted.double().norm()
+    assert error < TOLERANCE[found.dtype], float(error)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 576), (7, 4096), (2, 5120)])
+def test_add_rms_norm(dtype: torch.dtype, rows: int, width: int) -> None:
+    from engine_proc.kernels import fused
+
+    x, y, weight = (drawn(*shape, dtype=dtype) for shape in ((rows, width), (rows, width), (width,)))
+    total = x.double() + y.double()
+    norm = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.double()
+    close(fused.add_rms_norm(x, y, weight, 1e-6), norm)
+    close(x, total)
+    before = x.clone()
+    close(fused.add_rms_norm(x, None, weight, 1e-6), TorchOps().norm(x.double(), weight.double(), 1e-6))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (32, 8, 128), (5, 1, 80), (2, 2, 16)])
+def test_norm_rotate_leaves_the_values_alone(
+    dtype: torch.dtype, normed: bool, heads: int, kv_heads: int, size: int
+) -> None:
+    from engine_proc.kernels import fused
+
+    tokens, both = 5, heads + kv_heads
+    qkv = drawn(tokens, both + kv_heads, size, dtype=dtype)
+    positions = torch.tensor([0, 1, 77, 4095, 100_000], device=DEVICE)
+    frequencies = rope.inverse_frequencies(size, 10_000.0, None).to(DEVICE)
+    cos, sin = rope.rotation(positions, frequencies, dtype)
+    weights = (drawn(size, dtype=dtype), drawn(size, dtype=dtype)) if normed else None
+    wanted = TorchOps().norm_rotate(
+        qkv[:, :both].double(),
+        cos.double(),
+        sin.double(),
+        None if weights is None else (weights[0].double(), weights[1].double()),
+        heads,
+        1e-6,
+    )
+    before = qkv.clone()
+    q_weight, k_weight = weights or (None, None)
+    fused.norm_rotate(qkv[:, :both], cos, sin, q_weight, k_weight, heads, 1e-6)
+    close(qkv[:, :both], wanted)
+    assert torch.equal(qkv[:, both:], before[:, both:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 96), (3, 1536), (2, 12288)])
+def test_silu_mul(dtype: torch.dtype, rows: int, width: int) -> None:
+    from engine_proc.kernels import fused
+
+    gate_up = drawn(rows, 2 * width, dtype=dtype)
+    close(fused.silu_mul(gate_up), TorchOps().silu_mul(gate_up.double()))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter has no bf16 products")
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("width", "outputs"), [(576, 960), (1536, 576), (4096, 6144), (80, 49152), (12288, 100)])
+def test_products_of_few_rows(biased: bool, width: int, outputs: int) -> None:
+    from engine_proc.kernels import small_batch
+
+    weight = drawn(outputs, width, dtype=torch.bfloat16)
+    bias = drawn(outputs, dtype=torch.bfloat16) if biased else None
+    for rows in (1, 2, 7, 16, 17, 32):
+        x = drawn(rows, width, dtype=torch.bfloat16)
+        wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        close(small_batch.linear(x, weight, bias), wanted)
+        close(small_batch.linear(x, weight, bias, torch.float32), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 8, 64])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "block_tokens"),
+    [(9, 3, 64, 16), (32, 8, 128, 128), (6, 6, 80, 128), (24, 1, 128, 16)],
+)
+def test_store_and_attend_over_scattered_blocks(
+    dtype: torch.dtype, splits: int, heads: int, kv_heads: int, size: int, block_tokens: int
+) -> None:
+    """Rows of several lengths, one that only fills the batch; blocks that no row owns stay as they were."""
+    from engine_proc.kernels import paged_attention
+
+    generator = np.random.default_rng(4)
+    lengths = [1, 2, block_tokens, block_tokens + 1, 700, 0]
+    num_blocks, width, spare = 256, 64, 7
+    shape = AttentionShape(1, heads, kv_heads, size, 1 / math.sqrt(size), block_tokens)
+    cache = drawn(2, num_blocks, block_tokens, kv_heads, size, dtype=dtype)
+    order = generator.permutation(num_blocks - spare) + spare
+    tables = torch.zeros(len(lengths), width, dtype=torch.int32)
+    for row, length in enumerate(lengths):
+        count = -(-length // block_tokens)
+        tables[row, :count] = torch.from_numpy(order[row * 45 : row * 45 + count])
+    tables = tables.to(DEVICE)
+    slots = torch.tensor([4, 2, 0, 1, 3, 5], device=DEVICE)
+    positions = torch.tensor([lengths[slot] - 1 for slot in slots.tolist()], device=DEVICE)
+    qkv = drawn(len(lengths), heads + 2 * kv_heads, size, dtype=dtype)
+    q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+    wanted_cache = cache.clone()
+    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        if position >= 0:
+            block = int(tables[slot, position // block_tokens])
+            wanted_cache[0, block, position % block_tokens] = k[row]
+            wanted_cache[1, block, position % block_tokens] = v[row]
+    paged_attention.store(k, v, cache, tables, slots, positions)
+    assert torch.equal(cache, wanted_cache)
+    found = paged_attention.attend(q, cache, tables, slots, positions, shape, splits).view(len(lengths), heads, size)
+    assert found.isfinite().all()
+    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        if position < 0:
+            continue
+        blocks = tables[slot, : position // block_tokens + 1].long()
+        keys, values = (part[blocks].reshape(-1, kv_heads, size)[: position + 1].double() for part in cache)
+        keys, values = (part.repeat_interleave(heads // kv_heads, 1) for part in (keys, values))
+        scores = torch.einsum("hd,shd->hs", q[row].double(), keys) * shape.scale
+        close(found[row], torch.einsum("hs,shd->hd", scores.softmax(-1), values))
