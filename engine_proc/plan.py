@@ -22,7 +22,7 @@ class Row:
 
     ids: int32 [count], or None for a decode row (count == 1) whose input id is the last one sampled in its slot.
     blocks: int32 [>= ceil((start + count) / block_tokens)], the sequence's block table (a view, not changed while
-    the step runs). sample: whether a next id is sampled after the last token of this row.
+    the step runs). sample: whether a next id is sampled after the last token of this row; decode rows always sample.
     nan_logits: test hook, makes the sampled row's logits non-finite.
     A row may be used again for a later step: its fields are read while the step is launched, not afterwards.
     """

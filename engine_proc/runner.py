@@ -6,15 +6,13 @@ decode row, so a step may be launched before the former one's ids are known on t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine_proc.attention.base import Capturable, Room
 from engine_proc.attention.registry import make_backend
-from engine_proc.graphs import DecodeGraphs
+from engine_proc.captured import CapturedSteps, DecodeStep, MixedStep
 from engine_proc.loader import LoadedModel
 from engine_proc.plan import Logprobs, Row, SlotState, StepPlan, StepResult
 from engine_proc.sampler import Sampled, Sampler
@@ -26,9 +24,13 @@ class PendingStep:
     """A step that was enqueued. Its buffers are its own, so any number of steps may be pending."""
 
     def __init__(
-        self, device: torch.device, sampled: Sampled | None, order: npt.NDArray[np.int64], wanted: dict[int, int]
+        self,
+        device: torch.device,
+        sampled: Sampled | None,
+        order: npt.NDArray[np.int64] | None,
+        wanted: dict[int, int],
     ) -> None:
-        """`order[i]`: place in the result of sampled row i. `wanted`: row → number of alternatives, where asked for."""
+        """`order[i]`: place in the result of sampled row i (None: i). `wanted`: row → alternatives, where asked for."""
         self._order = order
         self._wanted = wanted
         self._event: torch.Event | None = None
@@ -57,10 +59,10 @@ class PendingStep:
         self.wait()
         if self._ids is None:
             return StepResult(np.empty(0, np.int32), np.empty(0, np.bool_))
-        ids = np.empty(len(self._order), np.int32)
-        finite = np.empty(len(self._order), np.bool_)
-        ids[self._order] = self._ids[0].numpy()
-        finite[self._order] = self._ids[1].numpy()
+        found = self._ids.numpy()
+        ids, finite = found[0].astype(np.int32), found[1].astype(np.bool_)
+        if self._order is not None:
+            ids[self._order], finite[self._order] = ids.copy(), finite.copy()
         return StepResult(ids, finite, self._records(finite))
 
     def _records(self, finite: npt.NDArray[np.bool_]) -> dict[int, Logprobs]:
@@ -70,7 +72,7 @@ class PendingStep:
         tops = self._top_ids.tolist() if self._top_ids is not None else [[]] * len(values)
         found: dict[int, Logprobs] = {}
         for (row, count), value, top in zip(self._wanted.items(), values, tops, strict=True):
-            place = int(self._order[row])
+            place = row if self._order is None else int(self._order[row])
             if finite[place]:
                 found[place] = Logprobs(value[0], top[:count], value[1 : 1 + count])
         return found
@@ -97,8 +99,7 @@ class Runner:
     ) -> None:
         """Allocates the blocks (num_blocks * cache_spec.block_bytes() bytes) and the state of `max_running` slots.
 
-        `attention` names a backend, see `attention.registry`. With cuda_graphs, decode steps of a backend that can
-        be captured are.
+        `attention` names a backend, see `attention.registry`. With cuda_graphs, steps that can be captured are.
         """
         self.model = loaded.model
         self.device = self.model.device
@@ -108,14 +109,9 @@ class Runner:
         self._table = SlotTable(max_running, loaded.vocab_size, self.device)
         self._sampler = Sampler(self._table)
         self._last_id = torch.zeros(max_running + 1, dtype=torch.int64, device=self.device)
-        self._decode: DecodeGraphs | None = None
+        self._captured: CapturedSteps | None = None
         if isinstance(self.backend, Capturable):
-            self._decode = DecodeGraphs(self._decode_forward, max_running, self.device, cuda_graphs)
-
-    def _decode_forward(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """int64 [B] each → final hidden states [B, hidden] of decode rows."""
-        assert isinstance(self.backend, Capturable)
-        return self.model.forward(self.last_ids(slots), positions, self.backend.decode(slots, positions), None)
+            self._captured = CapturedSteps(self.model, self.backend, self._last_id, max_running, cuda_graphs)
 
     @torch.inference_mode()
     def open_slot(self, slot: int, state: SlotState) -> None:
@@ -130,33 +126,28 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Enqueues the step. With `plan.deterministic` each row has a forward pass of its own, as if it were alone."""
-        rows = _in_batch_order(plan.rows)
+        rows, order = _in_batch_order(plan.rows) if self._captured is None else (plan.rows, None)
         upload = Upload(self.device)
-        parts = [[row] for row in rows] if plan.deterministic else [rows] if rows else []
-        forwards = [self._part(part, upload) for part in parts]
+        batches = [[row] for row in rows] if plan.deterministic else [rows] if rows else []
+        parts = [self._part(batch, upload) for batch in batches]
         sampled_rows = [row for row in rows if row.sample]
-        order = _result_order(plan.rows, sampled_rows)
-        slots = [row.slot for row in sampled_rows]
-        sampling = self._sampler.plan(
-            slots,
-            [row.start + row.count for row in sampled_rows],
-            [index for index, row in enumerate(sampled_rows) if row.nan_logits],
-            upload,
-        )
+        slots = np.array([row.slot for row in sampled_rows], np.int64)
+        positions = np.array([row.start + row.count for row in sampled_rows], np.int64)
+        poisoned = [index for index, row in enumerate(sampled_rows) if row.nan_logits]
+        sampling = self._sampler.plan(slots, positions, poisoned, upload)
         sampled_slots = upload.add(slots)
         upload.send()
-        found = [logits for forward in forwards if (logits := forward.run()) is not None]
+        found = [computed for part in parts if (computed := _run(part, alone=len(parts) == 1)) is not None]
         if not found:
             return PendingStep(self.device, None, order, {})
-        sampled = self._sampler.sample(found[0] if len(found) == 1 else torch.cat(found), sampling)
+        logits, best = found[0] if len(found) == 1 else (torch.cat([each for each, _ in found]), None)
+        sampled = self._sampler.sample(logits, sampling, best)
         self._last_id.index_copy_(0, sampled_slots.tensor, sampled.ids)
-        wanted = {row: self._table.traits(slots[row]).logprobs for row in sampling.logprob_rows}
-        return PendingStep(self.device, sampled, order, wanted)
+        return PendingStep(self.device, sampled, order, sampling.wanted)
 
-    def _part(self, rows: list[Row], upload: Upload) -> _Forward | _Decode:
-        if self._decode is not None and rows[-1].ids is None:
-            return _Decode(self, self._decode, rows, upload)
-        return _Forward(self, rows, upload)
+    def _part(self, rows: list[Row], upload: Upload) -> _Forward | DecodeStep | MixedStep:
+        captured = None if self._captured is None else self._captured.part(rows, upload)
+        return captured or _Forward(self, rows, upload)
 
     def last_ids(self, slots: torch.Tensor) -> torch.Tensor:
         """int64 [n] → the ids last sampled in these slots."""
@@ -183,7 +174,7 @@ class _Forward:
         all_of_them = len(samples) == len(positions)
         self._sample_rows = None if all_of_them else upload.add(samples)
 
-    def run(self) -> torch.Tensor | None:
+    def run(self) -> tuple[torch.Tensor, Sampled | None] | None:
         """Logits fp32 [sampled rows, V], or None if no row samples."""
         ids: list[torch.Tensor] = []
         if self._slots is not None:
@@ -195,32 +186,22 @@ class _Forward:
         hidden = model.forward(
             ids[0] if len(ids) == 1 else torch.cat(ids), self._positions.tensor, self._attention, rows
         )
-        return model.logits(hidden) if self._samples else None
+        return (model.logits(hidden), None) if self._samples else None
 
 
-class _Decode:
-    """One forward pass over decode rows alone, by a captured graph."""
-
-    def __init__(self, runner: Runner, graphs: DecodeGraphs, rows: list[Row], upload: Upload) -> None:
-        assert isinstance(runner.backend, Capturable)
-        self._model, self._backend, self._graphs = runner.model, runner.backend, graphs
-        self._rows = len(rows)
-        self._inputs = upload.add(graphs.pad([row.slot for row in rows], [row.start for row in rows]))
-        self._added = self._backend.append(rows, upload)
-
-    def run(self) -> torch.Tensor:
-        """Logits fp32 [rows, V]: each decode row samples."""
-        self._backend.write_tables(self._added)
-        return self._model.logits(self._graphs.run(self._inputs.tensor)[: self._rows])
+def _run(part: _Forward | DecodeStep | MixedStep, alone: bool) -> tuple[torch.Tensor, Sampled | None] | None:
+    """The part's logits; if it is not alone, in memory that the next part does not use again."""
+    computed = part.run()
+    return computed if computed is None or alone else (computed[0].clone(), None)
 
 
-def _in_batch_order(rows: Sequence[Row]) -> list[Row]:
-    """Decode rows by rising context length, so that attention can group neighbours; then prefill rows."""
-    decode = sorted((row for row in rows if row.ids is None), key=lambda row: row.start)
-    return decode + [row for row in rows if row.ids is not None]
+def _in_batch_order(planned: list[Row]) -> tuple[list[Row], npt.NDArray[np.int64]]:
+    """Decode rows by rising context length, so that attention can group neighbours; then prefill rows.
 
-
-def _result_order(planned: Sequence[Row], sampled: Sequence[Row]) -> npt.NDArray[np.int64]:
-    """For each sampled row of the batch: its place among the plan's rows with `sample`."""
-    place = {id(row): index for index, row in enumerate(row for row in planned if row.sample)}
-    return np.array([place[id(row)] for row in sampled], np.int64)
+    Also for each sampled row of the batch: its place among the plan's rows that sample.
+    """
+    decode = sum(row.ids is None for row in planned)
+    by_length = sorted(range(decode), key=lambda index: planned[index].start)
+    places = np.cumsum([row.sample for row in planned]) - 1
+    batch = [*by_length, *range(decode, len(planned))]
+    return [planned[index] for index in batch], places[[index for index in batch if planned[index].sample]]

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine_proc import filters, noise
@@ -50,7 +52,7 @@ class SamplePlan:
     top_p: bool
     largest_k: int  # 0 = no row has top_k
     poisoned: Handle | None  # rows whose logits a test hook makes non-finite
-    logprob_rows: list[int]
+    wanted: dict[int, int]  # rows that give logprobs → number of alternatives
     logprobs: Handle | None
     top: int  # most alternatives of any row
 
@@ -63,65 +65,58 @@ class Sampler:
         self._terms = noise.token_terms(table.vocab_size, table.device)
 
     def plan(
-        self, slots: Sequence[int], positions: Sequence[int], poisoned: Sequence[int], upload: Upload
+        self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], poisoned: Sequence[int], upload: Upload
     ) -> SamplePlan:
-        """Row i samples the id at absolute position positions[i] of the sequence in slots[i]."""
-        edits: list[tuple[int, int]] = []
-        stops: list[tuple[int, int]] = []
-        penalties: list[tuple[int, int, int]] = []
-        drawn: list[tuple[int, int, int]] = []
-        wanted: list[int] = []
-        min_p, top_p, largest_k, top = False, False, 0, 0
-        for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-            traits = self.table.traits(slot)
-            if traits.edits:
-                edits.append((row, slot))
-            if traits.stops and position < traits.min_position:
-                stops.append((row, slot))
-            if traits.counts_row >= 0:
-                penalties.append((row, slot, traits.counts_row))
-            if traits.logprobs >= 0:
-                wanted.append(row)
-                top = max(top, traits.logprobs)
-            if not traits.greedy:
-                drawn.append((row, slot, position))
-                min_p |= traits.min_p
-                top_p |= traits.top_p
-                largest_k = max(largest_k, traits.top_k)
+        """Row i samples the id at absolute position positions[i] of the sequence in slots[i], which is open."""
+        traits = self.table.traits
+        if not traits.open[slots].all():
+            raise RuntimeError(f"slot {slots[~traits.open[slots]][0]} is not open")
 
-        def columns(entries: Sequence[tuple[int, ...]]) -> Handle | None:
-            return upload.add(list(zip(*entries, strict=True))) if entries else None
+        def columns(rows: npt.NDArray[np.int64], *more: npt.NDArray[np.int64]) -> Handle | None:
+            """[2 + more, rows]: the rows, their slots, and what else they need."""
+            return upload.add(np.stack((rows, slots[rows], *(each[rows] for each in more)))) if len(rows) else None
 
+        drawn = np.flatnonzero(traits.drawn[slots])
+        drawn_slots = slots[drawn]
+        counted = traits.counts_row[slots]
+        wanted = traits.logprobs[slots]
+        wanted_rows = np.flatnonzero(wanted >= 0)
         return SamplePlan(
-            edits=columns(edits),
-            stops=columns(stops),
-            penalties=columns(penalties),
-            drawn=columns(drawn),
-            min_p=min_p,
-            top_p=top_p,
-            largest_k=largest_k,
+            edits=columns(np.flatnonzero(traits.edits[slots])),
+            stops=columns(np.flatnonzero(positions < traits.stops_below[slots])),
+            penalties=columns(np.flatnonzero(counted >= 0), counted),
+            drawn=columns(drawn, positions),
+            min_p=bool(traits.min_p[drawn_slots].any()),
+            top_p=bool(traits.top_p[drawn_slots].any()),
+            largest_k=int(traits.top_k[drawn_slots].max(initial=0)),
             poisoned=upload.add(poisoned) if poisoned else None,
-            logprob_rows=wanted,
-            logprobs=upload.add(wanted) if wanted else None,
-            top=top,
+            wanted=dict(zip(wanted_rows.tolist(), wanted[wanted_rows].tolist(), strict=True)),
+            logprobs=upload.add(wanted_rows) if len(wanted_rows) else None,
+            top=int(wanted.max(initial=0)),
         )
 
-    def sample(self, logits: torch.Tensor, plan: SamplePlan) -> Sampled:
-        """logits fp32 [R, V], changed in place. Counts the produced ids of rows with penalties."""
+    def sample(self, logits: torch.Tensor, plan: SamplePlan, best: Sampled | None = None) -> Sampled:
+        """logits fp32 [R, V], changed in place. Counts the produced ids of rows with penalties.
+
+        `best`: what `greedy` found in these logits, if that is known already; its memory may be used.
+        """
         if plan.poisoned is not None:
             logits.index_fill_(0, plan.poisoned.tensor, float("nan"))
-        # A sum is finite only if all its terms are (and one pass is enough, with nothing else written).
-        finite = logits.sum(-1).isfinite()
+            best = None
+        if best is None:
+            best = greedy(logits)
         own = logits.index_select(0, plan.logprobs.tensor) if plan.logprobs is not None else None
-        self._edit(logits, plan)
-        ids = logits.argmax(-1)
+        ids = best.ids
+        if plan.edits is not None or plan.stops is not None or plan.penalties is not None:
+            self._edit(logits, plan)
+            ids = logits.argmax(-1)
         if plan.drawn is not None:
             rows = plan.drawn.tensor[0]
             ids.index_copy_(0, rows, self._draw(logits.index_select(0, rows), plan, plan.drawn.tensor))
         if plan.penalties is not None:
             rows, _, counted = plan.penalties.tensor
             self.table.counts.add_produced(counted, ids.index_select(0, rows))
-        sampled = Sampled(ids, finite)
+        sampled = Sampled(ids, best.finite)
         if own is not None and plan.logprobs is not None:
             _add_logprobs(sampled, own, ids.index_select(0, plan.logprobs.tensor), plan.top)
         return sampled
@@ -153,6 +148,12 @@ class Sampler:
             )
         keys = noise.row_keys(ints[:, SEED], ints[:, CHOICE], positions)
         return z.add_(noise.gumbel(keys, self._terms)).argmax(-1)
+
+
+def greedy(logits: torch.Tensor) -> Sampled:
+    """logits fp32 [R, V] → the best ids, and which rows are finite."""
+    # A sum is finite only if all its terms are (and one pass is enough, with nothing else written).
+    return Sampled(logits.argmax(-1), logits.sum(-1).isfinite())
 
 
 def penalise(logits: torch.Tensor, counts: torch.Tensor, floats: torch.Tensor) -> torch.Tensor:

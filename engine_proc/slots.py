@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,19 +15,19 @@ TEMPERATURE, MIN_P, TOP_P, REPETITION, FREQUENCY, PRESENCE = range(6)
 SEED, CHOICE, TOP_K = range(3)
 
 
-@dataclass(slots=True)
 class Traits:
-    """What the host must know of a slot to choose the work of a step."""
+    """What the host must know of slots to choose the work of a step: one array per trait, indexed by slot."""
 
-    greedy: bool
-    top_k: int  # 0 = off
-    top_p: bool
-    min_p: bool
-    edits: bool  # has biased or banned ids
-    stops: bool  # has ids that are banned below min_position
-    min_position: int
-    logprobs: int  # -1 = none, else number of alternatives
-    counts_row: int  # row in PenaltyCounts, -1 = no penalties
+    def __init__(self, slots: int) -> None:
+        self.open = np.zeros(slots, np.bool_)
+        self.drawn = np.zeros(slots, np.bool_)  # not greedy
+        self.top_k = np.zeros(slots, np.int64)  # 0 = off
+        self.top_p = np.zeros(slots, np.bool_)
+        self.min_p = np.zeros(slots, np.bool_)
+        self.edits = np.zeros(slots, np.bool_)  # has biased or banned ids
+        self.stops_below = np.zeros(slots, np.int64)  # the position from which its stop ids are allowed
+        self.logprobs = np.full(slots, -1, np.int64)  # -1 = none, else number of alternatives
+        self.counts_row = np.full(slots, -1, np.int64)  # row in PenaltyCounts, -1 = no penalties
 
 
 class SparseRows:
@@ -103,17 +101,12 @@ class SlotTable:
         self.edits = SparseRows(max_running, device)
         self.stops = SparseRows(max_running, device)
         self.counts = PenaltyCounts(vocab_size, device)
-        self._traits: list[Traits | None] = [None] * max_running
-
-    def traits(self, slot: int) -> Traits:
-        found = self._traits[slot]
-        if found is None:
-            raise RuntimeError(f"slot {slot} is not open")
-        return found
+        self.traits = Traits(max_running)
 
     def open(self, slot: int, state: SlotState) -> None:
         """RuntimeError if the slot is open already."""
-        if self._traits[slot] is not None:
+        traits = self.traits
+        if traits.open[slot]:
             raise RuntimeError(f"slot {slot} is open already")
         p = state.params
         greedy = p.temperature < GREEDY_BELOW
@@ -130,24 +123,24 @@ class SlotTable:
         stops_matter = bool(state.stop_ids) and state.min_position > len(state.prompt_ids) + len(state.produced_ids)
         if stops_matter:
             self.stops.set(slot, [(token, float("-inf")) for token in state.stop_ids])
-        self._traits[slot] = Traits(
-            greedy=greedy,
-            top_k=0 if greedy else top_k,
-            top_p=not greedy and p.top_p < 1.0,
-            min_p=not greedy and p.min_p > 0.0,
-            edits=bool(edits),
-            stops=stops_matter,
-            min_position=state.min_position,
-            logprobs=p.logprobs,
-            counts_row=self.counts.take(state.prompt_ids, state.produced_ids) if penalised else -1,
-        )
+        traits.drawn[slot] = not greedy
+        traits.top_k[slot] = 0 if greedy else top_k
+        traits.top_p[slot] = not greedy and p.top_p < 1.0
+        traits.min_p[slot] = not greedy and p.min_p > 0.0
+        traits.edits[slot] = bool(edits)
+        traits.stops_below[slot] = state.min_position if stops_matter else 0
+        traits.logprobs[slot] = p.logprobs
+        traits.counts_row[slot] = self.counts.take(state.prompt_ids, state.produced_ids) if penalised else -1
+        traits.open[slot] = True
 
     def close(self, slot: int) -> None:
         """RuntimeError if the slot is not open."""
-        traits = self.traits(slot)
-        if traits.counts_row >= 0:
-            self.counts.give_back(traits.counts_row)
-        self._traits[slot] = None
+        if not self.traits.open[slot]:
+            raise RuntimeError(f"slot {slot} is not open")
+        row = int(self.traits.counts_row[slot])
+        if row >= 0:
+            self.counts.give_back(row)
+        self.traits.open[slot] = False
 
 
 def _staged(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:

@@ -57,8 +57,16 @@ class Capturable(Protocol):
         """Enqueued ahead of the step."""
         ...
 
-    def decode(self, slots: torch.Tensor, positions: torch.Tensor) -> LayerAttention:
-        """Attention of decode rows alone, from int64 [B] tensors; a row at position -1 only fills the batch."""
+    @property
+    def tile_tokens(self) -> int:
+        """How many tokens a tile may have."""
+        ...
+
+    def rows(self, slots: torch.Tensor, positions: torch.Tensor, tiles: torch.Tensor | None) -> LayerAttention:
+        """Attention of tokens at int64 [T] positions of slots; one at position -1 only fills the batch.
+
+        tiles int64 [2, N]: first token and number of runs of tokens that follow each other; None: decode rows alone.
+        """
         ...
 
 

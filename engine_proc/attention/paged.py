@@ -1,8 +1,8 @@
 """The attention backend for CUDA: block tables live on the device, decode reads K and V in place.
 
 Each slot has a row of the table. Blocks are appended to it when a step first needs them, in the order of the stream,
-so a step is described by (slot, position) of each of its tokens and nothing else: that is why a decode step can be
-captured in a CUDA graph. Prefill rows read their context as one piece (a view where its blocks lie behind each other,
+so a step is described by (slot, position) of each of its tokens and nothing else: that is why steps can be captured
+in CUDA graphs. Long prefill rows read their context as one piece (a view where its blocks lie behind each other,
 else a copy of a few milliseconds' worth of bandwidth at most) and take torch's fused attention, aligned at the last
 query and key.
 """
@@ -87,12 +87,15 @@ class PagedBackend:
             first += row.count
         return PagedStep(self, slots, positions, decode, prefill, self.append(rows, upload))
 
-    def decode(self, slots: torch.Tensor, positions: torch.Tensor) -> PagedDecode:
-        """Attention of decode rows alone, from static int64 [R] tensors; a position of -1 fills the batch only."""
-        return PagedDecode(self, slots, positions)
+    @property
+    def tile_tokens(self) -> int:
+        return paged_attention.tile_tokens(self.shape)
 
-    def splits(self, rows: int) -> int:
-        return paged_attention.splits_for(rows, self.shape.kv_heads, self._processors)
+    def rows(self, slots: torch.Tensor, positions: torch.Tensor, tiles: torch.Tensor | None) -> PagedRows:
+        return PagedRows(self, slots, positions, tiles)
+
+    def splits(self, tiles: int) -> int:
+        return paged_attention.splits_for(max(1, tiles), self.shape.kv_heads, self._processors)
 
 
 def _run(blocks: npt.NDArray[np.int32]) -> int:
@@ -102,19 +105,22 @@ def _run(blocks: npt.NDArray[np.int32]) -> int:
     return first if is_run else -1
 
 
-class PagedDecode:
-    """Attention of one decode step. See `models.base.LayerAttention`."""
+class PagedRows:
+    """Attention of a step that device tensors alone describe. See `models.base.LayerAttention`."""
 
-    def __init__(self, backend: PagedBackend, slots: torch.Tensor, positions: torch.Tensor) -> None:
-        self._backend, self._slots, self._positions = backend, slots, positions
-        self._splits = backend.splits(len(slots))
+    def __init__(
+        self, backend: PagedBackend, slots: torch.Tensor, positions: torch.Tensor, tiles: torch.Tensor | None
+    ) -> None:
+        self._backend, self._slots, self._positions, self._tiles = backend, slots, positions, tiles
+        likely = len(slots) if tiles is None else len(slots) // backend.tile_tokens
+        self._splits = backend.splits(likely)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         backend = self._backend
         cache = backend.cache[layer]
         paged_attention.store(k, v, cache, backend.tables, self._slots, self._positions)
         return paged_attention.attend(
-            q, cache, backend.tables, self._slots, self._positions, backend.shape, self._splits
+            q, cache, backend.tables, self._slots, self._positions, backend.shape, self._splits, self._tiles
         )
 
 
@@ -132,7 +138,7 @@ class PagedStep:
     ) -> None:
         self._backend, self._slots, self._positions = backend, slots, positions
         self._decode, self._prefill, self._added = decode, prefill, added
-        self._splits = backend.splits(max(1, decode))
+        self._splits = backend.splits(decode)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         backend, shape = self._backend, self._backend.shape

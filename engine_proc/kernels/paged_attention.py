@@ -1,6 +1,7 @@
-"""Decode attention over blocks: one query token per row, its context found through the row's block table.
+"""Attention over blocks: each query token finds its context through its sequence's block table.
 
-The queries that share a KV head are attended together, so K and V are read once. A context is cut into as many pieces
+The queries that share a KV head are attended together, those of a decode row, or of a short run of tokens of one
+sequence (a tile), so K and V are read once for all of them. A context is cut into as many pieces
 as keep the device busy (`splits`); each program attends over one piece and leaves an unnormalised sum with its
 logarithmic weight, and a second kernel joins the pieces (the "split KV" of FlashDecoding, Dao et al. 2023). One piece
 needs no second kernel.
@@ -16,8 +17,9 @@ from engine_proc.models.base import AttentionShape
 
 _TOKENS = 64  # of context per turn of a program's loop
 _LEAST_QUERIES = 16  # rows that a matrix product takes
+_TILE_QUERIES = 64  # of one KV head in a tile of several tokens
 _MOST_SPLITS = 64
-_PROGRAMS_PER_PROCESSOR = 4
+_PROGRAMS_PER_PROCESSOR = 8
 _LOG2E = 1.4426950408889634
 
 
@@ -88,6 +90,7 @@ def _attend(
     tables,
     slots,
     positions,
+    tiles,
     out,
     partial,
     weights,
@@ -97,95 +100,109 @@ def _attend(
     block_tokens,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
+    group_block: tl.constexpr,
     queries: tl.constexpr,
     size: tl.constexpr,
     channels_block: tl.constexpr,
     tokens: tl.constexpr,
     splits: tl.constexpr,
+    tiled: tl.constexpr,
     precision: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    length = (tl.load(positions + row) + 1).to(tl.int32)
+    if tiled:
+        token = tl.load(tiles + tile)
+        count = tl.load(tiles + tl.num_programs(0) + tile)
+    else:
+        token = tile
+        count = tl.full([], 1, tl.int64)
+    if count == 0:
+        return
+    query = tl.arange(0, queries)
+    ahead = query // group_block  # tokens of the tile before this one
+    head = kv_head * group + query % group_block
+    channel = tl.arange(0, channels_block)
+    asked_for = (ahead < count) & (query % group_block < group)
+    wanted = asked_for[:, None] & (channel < size)[None, :]
+    place = (token + ahead) * (kv_heads * group) + head
+    start_position = tl.load(positions + token)
+    length = (start_position + count).to(tl.int32)  # 0 in a row that only fills the batch
     piece = tl.cdiv(tl.cdiv(length, splits), tokens) * tokens
     first = split * piece
     end = tl.minimum(first + piece, length)
-    query = tl.arange(0, queries)
-    channel = tl.arange(0, channels_block)
-    heads = kv_heads * group
-    wanted = (query < group)[:, None] & (channel < size)[None, :]
-    head = kv_head * group + query
     if first >= end:
-        if splits == 1:  # a row that only fills the batch: what it leaves must be finite
-            tl.store(
-                out + (row * heads + head[:, None]) * size + channel[None, :],
-                tl.zeros([queries, channels_block], tl.float32),
-                mask=wanted,
-            )
+        if splits == 1:
+            zeros = tl.zeros([queries, channels_block], tl.float32)
+            tl.store(out + place[:, None] * size + channel[None, :], zeros, mask=wanted)
+        else:
+            tl.store(weights + place * splits + split, tl.full([queries], float("-inf"), tl.float32), mask=asked_for)
         return
-    table = tables + tl.load(slots + row) * width
-    asked = tl.load(q + row * q_stride + head[:, None] * size + channel[None, :], mask=wanted, other=0.0)
+    table = tables + tl.load(slots + token) * width
+    asked = tl.load(
+        q + (token + ahead)[:, None] * q_stride + head[:, None] * size + channel[None, :], mask=wanted, other=0.0
+    )
     best = tl.full([queries], float("-inf"), tl.float32)
     total = tl.zeros([queries], tl.float32)
     sums = tl.zeros([queries, channels_block], tl.float32)
     offset = tl.arange(0, tokens)
     for start in range(first, end, tokens):
-        token = start + offset
-        there = token < end
-        number = tl.load(table + token // block_tokens, mask=there, other=0).to(tl.int64)
-        place = ((number * block_tokens + token % block_tokens) * kv_heads + kv_head) * size
+        position = start + offset
+        there = position < end
+        number = tl.load(table + position // block_tokens, mask=there, other=0).to(tl.int64)
+        row = ((number * block_tokens + position % block_tokens) * kv_heads + kv_head) * size
         readable = there[:, None] & (channel < size)[None, :]
-        k = tl.load(keys + place[:, None] + channel[None, :], mask=readable, other=0.0)
+        k = tl.load(keys + row[:, None] + channel[None, :], mask=readable, other=0.0)
         score = tl.dot(asked, tl.trans(k), input_precision=precision) * scale
-        score = tl.where(there[None, :], score, float("-inf"))
+        seen = there[None, :] & (position[None, :] <= (start_position + ahead)[:, None])
+        score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(best, tl.max(score, axis=1))
-        share = tl.exp2(score - higher[:, None])
-        shrink = tl.exp2(best - higher)
-        v = tl.load(values + place[:, None] + channel[None, :], mask=readable, other=0.0)
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a query may see nothing of this piece
+        share = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(best - base)
+        v = tl.load(values + row[:, None] + channel[None, :], mask=readable, other=0.0)
         sums = sums * shrink[:, None] + tl.dot(share.to(v.dtype), v, input_precision=precision)
         total = total * shrink + tl.sum(share, axis=1)
         best = higher
+    result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     if splits == 1:
-        tl.store(out + (row * heads + head[:, None]) * size + channel[None, :], sums / total[:, None], mask=wanted)
+        tl.store(out + place[:, None] * size + channel[None, :], result, mask=wanted)
     else:
-        place = (row * heads + head) * splits + split
-        tl.store(partial + place[:, None] * size + channel[None, :], sums / total[:, None], mask=wanted)
-        tl.store(weights + place, best + tl.log2(total), mask=query < group)
+        place = place * splits + split
+        tl.store(partial + place[:, None] * size + channel[None, :], result, mask=wanted)
+        tl.store(weights + place, best + tl.log2(total), mask=asked_for)
 
 
 @triton.jit
-def _join(
-    partial,
-    weights,
-    positions,
-    out,
-    size: tl.constexpr,
-    channels_block: tl.constexpr,
-    tokens: tl.constexpr,
-    splits: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    place = row * tl.num_programs(1) + tl.program_id(1)
-    length = (tl.load(positions + row) + 1).to(tl.int32)
-    piece = tl.cdiv(tl.cdiv(length, splits), tokens) * tokens
-    split = tl.arange(0, splits)
+def _join(partial, weights, positions, out, size: tl.constexpr, channels_block: tl.constexpr, splits: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    place = token * tl.num_programs(1) + tl.program_id(1)
     channel = tl.arange(0, channels_block)
-    there = split * piece < length
-    weight = tl.load(weights + place * splits + split, mask=there, other=float("-inf"))
+    if tl.load(positions + token) < 0:  # only fills the batch: what it leaves must be finite
+        tl.store(out + place * size + channel, tl.zeros([channels_block], tl.float32), mask=channel < size)
+        return
+    split = tl.arange(0, splits)
+    weight = tl.load(weights + place * splits + split)
+    there = weight > float("-inf")
     share = tl.where(there, tl.exp2(weight - tl.max(weight)), 0.0)
     parts = tl.load(
         partial + (place * splits + split[:, None]) * size + channel[None, :],
         mask=there[:, None] & (channel < size)[None, :],
         other=0.0,
     )
-    total = tl.maximum(tl.sum(share), 1e-30)  # 0 in a row that only fills the batch
-    tl.store(out + place * size + channel, tl.sum(parts * share[:, None], axis=0) / total, mask=channel < size)
+    total = tl.sum(parts * share[:, None], axis=0) / tl.sum(share)
+    tl.store(out + place * size + channel, total, mask=channel < size)
 
 
-def splits_for(rows: int, kv_heads: int, processors: int) -> int:
+def tile_tokens(shape: AttentionShape) -> int:
+    """How many tokens of one sequence a program attends for at once, where they follow each other."""
+    return max(1, _TILE_QUERIES // int(triton.next_power_of_2(shape.heads // shape.kv_heads)))
+
+
+def splits_for(tiles: int, kv_heads: int, processors: int) -> int:
     """Pieces per context, a power of 2: enough programs to fill the device, whatever the contexts are."""
-    wanted = processors * _PROGRAMS_PER_PROCESSOR // (rows * kv_heads)
+    wanted = processors * _PROGRAMS_PER_PROCESSOR // (tiles * kv_heads)
     return min(_MOST_SPLITS, 1 << max(0, wanted.bit_length() - 1))
 
 
@@ -197,27 +214,35 @@ def attend(
     positions: torch.Tensor,
     shape: AttentionShape,
     splits: int,
+    tiles: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [R, heads, D] at `positions` (int64 [R]) of `slots` (int64 [R]) → [R, heads * D] over positions [0, position].
+    """q [T, heads, D] at `positions` (int64 [T]) of `slots` (int64 [T]) → [T, heads * D], each over [0, position].
 
-    cache: one layer's, [2, num_blocks, block_tokens, kv_heads, D]. tables int32 [slots, width].
+    cache: one layer's, [2, num_blocks, block_tokens, kv_heads, D], with the K and V of these tokens. tables int32
+    [slots, width]. tiles int64 [2, N]: first token and number (at most `tile_tokens`; 0 = unused) of runs of tokens
+    that follow each other in one sequence; they hold each token once but those at position -1, whose rows mean
+    nothing. Without tiles each token is one.
     """
-    rows = q.shape[0]
-    size = shape.head_dim
-    out = torch.empty(rows, shape.heads * size, dtype=q.dtype, device=q.device)
+    count, size = q.shape[0], shape.head_dim
+    out = torch.empty(count, shape.heads * size, dtype=q.dtype, device=q.device)
     group = shape.heads // shape.kv_heads
+    group_block = triton.next_power_of_2(group)
     partial, weights = out, out
     if splits > 1:
-        partial = torch.empty(rows, shape.heads, splits, size, dtype=torch.float32, device=q.device)
-        weights = torch.empty(rows, shape.heads, splits, dtype=torch.float32, device=q.device)
+        partial = torch.empty(count, shape.heads, splits, size, dtype=torch.float32, device=q.device)
+        weights = torch.empty(count, shape.heads, splits, dtype=torch.float32, device=q.device)
+    elif tiles is not None:
+        out.zero_()  # of tokens in no tile
     channels = triton.next_power_of_2(size)
-    _attend[(rows, shape.kv_heads, splits)](
+    in_tile = 1 if tiles is None else tile_tokens(shape)
+    _attend[(count if tiles is None else tiles.shape[1], shape.kv_heads, splits)](
         q,
         cache[0],
         cache[1],
         tables,
         slots,
         positions,
+        positions if tiles is None else tiles,
         out,
         partial,
         weights,
@@ -227,15 +252,17 @@ def attend(
         shape.block_tokens,
         shape.kv_heads,
         group,
-        max(_LEAST_QUERIES, triton.next_power_of_2(group)),
+        group_block,
+        max(_LEAST_QUERIES, in_tile * group_block),
         size,
         channels,
         _TOKENS,
         splits,
+        tiles is not None,
         "ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=3 if q.dtype != torch.float32 else 1,
     )
     if splits > 1:
-        _join[(rows, shape.heads)](partial, weights, positions, out, size, channels, _TOKENS, splits, num_warps=4)
+        _join[(count, shape.heads)](partial, weights, positions, out, size, channels, splits, num_warps=4)
     return out

@@ -69,17 +69,17 @@ def _few_rows(
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None = None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x bf16 [T, in], T at most 64, weight bf16 [out, in], bias [out] → [T, out] in `dtype` (that of x)."""
+    """x bf16 [T, in], T at most 64, weight bf16 [out, in], bias [out] → [T, out], or what `out` holds and its dtype."""
     count, width = x.shape
     outputs = weight.shape[0]
-    out = torch.empty(count, outputs, dtype=dtype or x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(count, outputs, dtype=x.dtype, device=x.device)
     place = weight if bias is None else bias
     if count == 1:
-        rows = 1 if outputs <= 4096 else 2 if outputs < 65536 else 4
-        block = min(2048, triton.next_power_of_2(width))
-        grid = (triton.cdiv(outputs, rows),)
+        rows, block = 1, min(4096, triton.next_power_of_2(width))
+        grid = (outputs,)
         _one_row[grid](x, weight, place, out, outputs, width, rows, block, bias is not None, num_warps=4, num_stages=3)
         return out
     rows, block, warps, stages = (16, 256, 2, 4) if outputs <= 8192 else (64, 128, 4, 4)

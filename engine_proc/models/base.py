@@ -82,8 +82,8 @@ class Model(Protocol):
         """ids, positions int64 [T] → final hidden states [T, hidden], or of `rows` (int64 [R]) only: [R, hidden]."""
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] → fp32 [R, vocab_size], in memory of its own."""
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[R, hidden] → fp32 [R, vocab_size], in `out` or in memory of its own."""
         ...
 
 

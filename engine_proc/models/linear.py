@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-FEW_ROWS = 32  # up to which `kernels.small_batch` is used
+FEW_ROWS = 16  # up to which `kernels.small_batch` is used
 
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
@@ -60,10 +60,13 @@ class Linear:
             return self._few(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
-    def wide(self, x: torch.Tensor) -> torch.Tensor:
+    def wide(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[T, in] → fp32 [T, out], not rounded on the way where the sums are made in fp32; without bias."""
-        if self.weight is None or not self.weight.is_cuda or self.weight.dtype is torch.float32:
-            return self(x).float()
-        if self._few is not None and x.shape[0] <= FEW_ROWS:
-            return self._few(x, self.weight, None, torch.float32)
-        return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        if self.weight is not None and self.weight.is_cuda and self.weight.dtype is torch.bfloat16:
+            if out is None:
+                out = torch.empty(x.shape[0], self.weight.shape[0], dtype=torch.float32, device=x.device)
+            if self._few is not None and x.shape[0] <= FEW_ROWS:
+                return self._few(x, self.weight, None, out)
+            return torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
+        result = self(x).float()
+        return result if out is None else out.copy_(result)

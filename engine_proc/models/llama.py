@@ -140,8 +140,8 @@ class Llama:
         qk = self._ops.norm_rotate(qkv[:, : c.heads + c.kv_heads], cos, sin, weights, c.heads, c.eps)
         return attention.attend(index, qk[:, : c.heads], qk[:, c.heads :], v)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head.wide(hidden)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._head.wide(hidden, out)
 
 
 def _cache_spec(config: LlamaConfig, dtype: str) -> CacheSpec:

@@ -101,7 +101,7 @@ def test_products_of_few_rows(biased: bool, width: int, outputs: int) -> None:
         x = drawn(rows, width, dtype=torch.bfloat16)
         wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
         close(small_batch.linear(x, weight, bias), wanted)
-        close(small_batch.linear(x, weight, bias, torch.float32), wanted)
+        close(small_batch.linear(x, weight, bias, torch.empty(rows, outputs, device=DEVICE)), wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -149,3 +149,38 @@ def test_store_and_attend_over_scattered_blocks(
         keys, values = (part.repeat_interleave(heads // kv_heads, 1) for part in (keys, values))
         scores = torch.einsum("hd,shd->hs", q[row].double(), keys) * shape.scale
         close(found[row], torch.einsum("hs,shd->hd", scores.softmax(-1), values))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (32, 8, 128), (4, 4, 80)])
+def test_tiles_of_several_sequences(dtype: torch.dtype, splits: int, heads: int, kv_heads: int, size: int) -> None:
+    """Runs of tokens in mid-context, at its start, and single ones, in one batch with fillers."""
+    from engine_proc.kernels import paged_attention
+
+    block_tokens, num_blocks = 16, 64
+    shape = AttentionShape(1, heads, kv_heads, size, 1 / math.sqrt(size), block_tokens)
+    cache = drawn(2, num_blocks, block_tokens, kv_heads, size, dtype=dtype)
+    tables = (
+        torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).to(torch.int32).view(4, 16).to(DEVICE)
+    )
+    runs = [(2, 100, 1), (0, 0, 37), (3, 90, 70), (1, 255, 1)]  # slot, first position, tokens
+    tokens = [(slot, first + index) for slot, first, count in runs for index in range(count)]
+    in_tile = paged_attention.tile_tokens(shape)
+    tiles, at = [], 0
+    for _, _, count in runs:
+        tiles += [(at + index, min(in_tile, count - index)) for index in range(0, count, in_tile)]
+        at += count
+    tiles += [(0, 0)] * 5
+    tokens += [(0, -1)] * 3
+    slots, positions = (torch.tensor(part, device=DEVICE) for part in zip(*tokens, strict=True))
+    q = drawn(len(tokens), heads + 2 * kv_heads, size, dtype=dtype)[:, :heads]
+    packed = torch.tensor(tiles, device=DEVICE).T.contiguous()
+    found = paged_attention.attend(q, cache, tables, slots, positions, shape, splits, packed)
+    assert found.isfinite().all()
+    for row, (slot, position) in enumerate(tokens[:-3]):
+        blocks = tables[slot].long()
+        keys, values = (part[blocks].reshape(-1, kv_heads, size)[: position + 1].double() for part in cache)
+        keys, values = (part.repeat_interleave(heads // kv_heads, 1) for part in (keys, values))
+        scores = torch.einsum("hd,shd->hs", q[row].double(), keys) * shape.scale
+        close(found[row].view(heads, size), torch.einsum("hs,shd->hd", scores.softmax(-1), values))

@@ -30,7 +30,7 @@ def make(wishes: Sequence[Params], vocab: int = VOCAB) -> Sampler:
 
 def draw(sampler: Sampler, logits: torch.Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
     upload = Upload(torch.device("cpu"))
-    plan = sampler.plan(slots, positions, [], upload)
+    plan = sampler.plan(np.array(slots), np.array(positions), [], upload)
     upload.send()
     return sampler.sample(logits.clone(), plan)
 

@@ -85,7 +85,7 @@ def sample(
 ) -> Sampled:
     upload = Upload(CPU)
     sampler = Sampler(table)
-    plan = sampler.plan(slots, positions, poisoned, upload)
+    plan = sampler.plan(np.array(slots), np.array(positions), poisoned, upload)
     upload.send()
     return sampler.sample(logits.clone(), plan)
 
@@ -136,7 +136,7 @@ def test_counts_are_kept_only_for_penalised_slots_and_used_again() -> None:
         table.open(1, state([1], params(presence_penalty=1.0), produced=[3, 3]))
         table.open(2, state([2], params(repetition_penalty=2.0)))
         assert len(table.counts.counts) <= 2
-        row = table.counts.counts[table.traits(1).counts_row]
+        row = table.counts.counts[int(table.traits.counts_row[1])]
         assert row[1] == 1 and row[3] == 4 and row.sum() == 5
         table.close(1)
         table.close(2)
