@@ -116,11 +116,12 @@ def decode(loaded: LoadedModel, runner: Runner, batch: int, steps: int, speed: f
     weights = sum(view.nbytes for view in runner.model.destinations().values()) - QWEN3_8B["vocab_size"] * 4096 * 2
     cached = batch * (CONTEXT + steps // 2) * shape.layers * 2 * shape.kv_heads * shape.head_dim * 2
     wall = 1e3 * statistics.median(step.wall for step in times)
-    host = 1e3 * statistics.median(step.host for step in times)
+    host = [1e3 * statistics.median(part) for part in zip(*((t.plan, t.launch, t.take) for t in times), strict=True)]
     floor = 1e3 * (weights + cached) / speed
     print(
         f"decode  batch {batch:4d}  {wall:7.2f} ms/step  (floor {floor:6.2f}, peer {PEER[batch]:6.2f})  "
-        f"{1e3 * batch / wall:9,.0f} tokens/s  host {host:5.2f} ms  device idle {100 * idle_share(times):4.1f}%",
+        f"{1e3 * batch / wall:9,.0f} tokens/s  host {sum(host):5.2f} ms ({host[0]:.2f} plan, "
+        f"{host[1]:.2f} launch, {host[2]:.2f} take)  device idle {100 * idle_share(times):4.1f}%",
         flush=True,
     )
 

@@ -41,7 +41,9 @@ class StepTime:
 
     rows: int
     wall: float
-    host: float  # all but the wait for the device and what only the bench does
+    plan: float  # choosing the rows
+    launch: float  # enqueueing the step
+    take: float  # making sense of a step's result
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None
 
 
@@ -89,29 +91,37 @@ class LocalEngine:
 
     def turn(self) -> None:
         """Plan and launch a step, then take the results that are due."""
-        began = time.perf_counter()
-        waited = 0.0
+        clock = time.perf_counter
+        began = clock()
         step = self.scheduler.schedule()
+        planned = clock() - began
+        launched = taken = 0.0
         events = None
         if step is not None:
-            if self.cuda:
-                events = (event(), event())
-                events[0].record()
-            self._pending.append((step, self.runner.launch(step.plan())))
+            events = self._events()
+            before = clock()
+            pending = self.runner.launch(step.plan())
+            launched = clock() - before
             if events is not None:
                 events[1].record()
+            self._pending.append((step, pending))
         while self._pending and (step is None or len(self._pending) > self.depth):
             done, pending = self._pending.popleft()
-            wait_from = time.perf_counter()
             pending.wait()
-            waited += time.perf_counter() - wait_from
+            before = clock()
             output = self.scheduler.complete(done, pending.result())
-            took = time.perf_counter()
+            taken += clock() - before
             self._take(output)
-            waited += time.perf_counter() - took
         if step is not None:
-            wall = time.perf_counter() - began
-            self.times.append(StepTime(len(step.rows), wall, wall - waited, events))
+            self.times.append(StepTime(len(step.rows), clock() - began, planned, launched, taken, events))
+
+    def _events(self) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
+        """Two for the device's time of a step, the first one recorded."""
+        if not self.cuda:
+            return None
+        events = (event(), event())
+        events[0].record()
+        return events
 
     def run(self) -> None:
         """Until everything has ended."""

@@ -34,7 +34,7 @@ class Graphs(Generic[Out]):
         """`inputs[size]`: valid inputs, which stay the graph's own. Without `capture` it runs as it is written."""
         self.sizes = sorted(inputs)
         self._forward = forward
-        self._inputs = inputs
+        self.inputs = inputs
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Out]] = {}
         if capture:
             self._capture()
@@ -42,25 +42,25 @@ class Graphs(Generic[Out]):
     def _capture(self) -> None:
         """The largest first: the smaller ones find room in its memory, since they never run at the same time."""
         pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self._inputs[self.sizes[0]].device)  # type: ignore[no-untyped-call]  # as torch has it
+        stream = torch.cuda.Stream(self.inputs[self.sizes[0]].device)  # type: ignore[no-untyped-call]  # as torch has it
         for size in reversed(self.sizes):
             with torch.cuda.stream(stream):  # kernels are built and libraries choose theirs outside of a capture
-                self._forward(self._inputs[size])
+                self._forward(self.inputs[size])
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
-                out = self._forward(self._inputs[size])
+                out = self._forward(self.inputs[size])
             self._graphs[size] = graph, out
 
     def size_for(self, rows: int) -> int:
         """The smallest size that holds so many rows; there must be one."""
         return next(size for size in self.sizes if size >= rows)
 
-    def run(self, size: int, inputs: torch.Tensor) -> Out:
-        """inputs: int64 on the device, in the shape of this size → what `forward` gives, valid until the next run."""
+    def run(self, size: int, staged: torch.Tensor) -> Out:
+        """staged: int64, pinned, in the shape of this size → what `forward` gives, valid until the next run."""
+        self.inputs[size].copy_(staged, non_blocking=True)
         if size not in self._graphs:
-            return self._forward(inputs)
+            return self._forward(self.inputs[size])
         graph, out = self._graphs[size]
-        self._inputs[size].copy_(inputs)
         graph.replay()
         return out

@@ -12,7 +12,8 @@ import torch
 
 from engine_proc.attention.base import Capturable, Room
 from engine_proc.attention.registry import make_backend
-from engine_proc.captured import CapturedSteps, DecodeStep, MixedStep
+from engine_proc.batch import Batch, Numbers
+from engine_proc.captured import CapturedSteps, Computed, DecodeStep, MixedStep
 from engine_proc.loader import LoadedModel
 from engine_proc.plan import Logprobs, Row, SlotState, StepPlan, StepResult
 from engine_proc.sampler import Sampled, Sampler
@@ -34,11 +35,11 @@ class PendingStep:
         self._order = order
         self._wanted = wanted
         self._event: torch.Event | None = None
-        self._ids: torch.Tensor | None = None
+        self._packed: torch.Tensor | None = None
         self._logprobs: torch.Tensor | None = None
         self._top_ids: torch.Tensor | None = None
         if sampled is not None:
-            self._ids = _to_host(torch.stack((sampled.ids, sampled.finite.to(torch.int64))))
+            self._packed = _to_host(sampled.packed)
             self._logprobs = None if sampled.logprobs is None else _to_host(sampled.logprobs)
             self._top_ids = None if sampled.top_ids is None else _to_host(sampled.top_ids)
         if device.type == "cuda":  # also without samples: the result says that blocks are no longer touched
@@ -57,10 +58,10 @@ class PendingStep:
     def result(self) -> StepResult:
         """Waits for the step."""
         self.wait()
-        if self._ids is None:
+        if self._packed is None:
             return StepResult(np.empty(0, np.int32), np.empty(0, np.bool_))
-        found = self._ids.numpy()
-        ids, finite = found[0].astype(np.int32), found[1].astype(np.bool_)
+        found = self._packed.numpy()
+        ids, finite = found[:, 0].astype(np.int32), found[:, 1].astype(np.bool_)
         if self._order is not None:
             ids[self._order], finite[self._order] = ids.copy(), finite.copy()
         return StepResult(ids, finite, self._records(finite))
@@ -128,26 +129,28 @@ class Runner:
         """Enqueues the step. With `plan.deterministic` each row has a forward pass of its own, as if it were alone."""
         rows, order = _in_batch_order(plan.rows) if self._captured is None else (plan.rows, None)
         upload = Upload(self.device)
-        batches = [[row] for row in rows] if plan.deterministic else [rows] if rows else []
+        batches = [
+            Batch.of(part) for part in ([[row] for row in rows] if plan.deterministic else [rows] if rows else [])
+        ]
         parts = [self._part(batch, upload) for batch in batches]
-        sampled_rows = [row for row in rows if row.sample]
-        slots = np.array([row.slot for row in sampled_rows], np.int64)
-        positions = np.array([row.start + row.count for row in sampled_rows], np.int64)
-        poisoned = [index for index, row in enumerate(sampled_rows) if row.nan_logits]
+        slots, positions, poisoned = _sampled(rows, batches)
         sampling = self._sampler.plan(slots, positions, poisoned, upload)
-        sampled_slots = upload.add(slots)
+        alone = len(parts) == 1
+        sampled_slots = None if alone and isinstance(parts[0], DecodeStep) else upload.add(slots)
         upload.send()
-        found = [computed for part in parts if (computed := _run(part, alone=len(parts) == 1)) is not None]
+        found = [computed for part in parts if (computed := _run(part, alone)) is not None]
         if not found:
             return PendingStep(self.device, None, order, {})
-        logits, best = found[0] if len(found) == 1 else (torch.cat([each for each, _ in found]), None)
-        sampled = self._sampler.sample(logits, sampling, best)
-        self._last_id.index_copy_(0, sampled_slots.tensor, sampled.ids)
+        all_found = found[0] if alone else Computed(torch.cat([each.logits for each in found]))
+        sampled = self._sampler.sample(all_found.logits, sampling, all_found.best)
+        target = all_found.slots if sampled_slots is None else sampled_slots.tensor
+        assert target is not None
+        self._last_id.index_copy_(0, target, sampled.ids)
         return PendingStep(self.device, sampled, order, sampling.wanted)
 
-    def _part(self, rows: list[Row], upload: Upload) -> _Forward | DecodeStep | MixedStep:
-        captured = None if self._captured is None else self._captured.part(rows, upload)
-        return captured or _Forward(self, rows, upload)
+    def _part(self, batch: Batch, upload: Upload) -> _Forward | DecodeStep | MixedStep:
+        captured = None if self._captured is None else self._captured.part(batch, upload)
+        return captured or _Forward(self, batch, upload)
 
     def last_ids(self, slots: torch.Tensor) -> torch.Tensor:
         """int64 [n] → the ids last sampled in these slots."""
@@ -155,27 +158,21 @@ class Runner:
 
 
 class _Forward:
-    """One forward pass over some rows: decode rows first."""
+    """One forward pass, a launch for each operation."""
 
-    def __init__(self, runner: Runner, rows: list[Row], upload: Upload) -> None:
+    def __init__(self, runner: Runner, batch: Batch, upload: Upload) -> None:
         self._runner = runner
-        decode = [row for row in rows if row.ids is None]
-        given = [row.ids for row in rows if row.ids is not None]
-        self._slots = upload.add([row.slot for row in decode]) if decode else None
-        self._ids = upload.add(np.concatenate(given)) if given else None
-        starts = np.array([row.start for row in rows])
-        counts = np.array([row.count for row in rows])
-        ends = np.cumsum(counts)
-        positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
-        self._positions = upload.add(positions)
-        self._attention = runner.backend.prepare(rows, upload)
-        samples = [end - 1 for row, end in zip(rows, ends.tolist(), strict=True) if row.sample]
+        given = batch.given()
+        self._slots = upload.add(batch.slots[: batch.decode]) if batch.decode else None
+        self._ids = upload.add(given) if len(given) else None
+        self._positions = upload.add(batch.positions())
+        self._attention = runner.backend.prepare(batch, upload)
+        samples = batch.sampled_tokens()
         self._samples = len(samples)
-        all_of_them = len(samples) == len(positions)
-        self._sample_rows = None if all_of_them else upload.add(samples)
+        self._sample_rows = None if len(samples) == batch.tokens else upload.add(samples)
 
-    def run(self) -> tuple[torch.Tensor, Sampled | None] | None:
-        """Logits fp32 [sampled rows, V], or None if no row samples."""
+    def run(self) -> Computed | None:
+        """None if no row samples."""
         ids: list[torch.Tensor] = []
         if self._slots is not None:
             ids.append(self._runner.last_ids(self._slots.tensor))
@@ -186,13 +183,24 @@ class _Forward:
         hidden = model.forward(
             ids[0] if len(ids) == 1 else torch.cat(ids), self._positions.tensor, self._attention, rows
         )
-        return (model.logits(hidden), None) if self._samples else None
+        return Computed(model.logits(hidden)) if self._samples else None
 
 
-def _run(part: _Forward | DecodeStep | MixedStep, alone: bool) -> tuple[torch.Tensor, Sampled | None] | None:
-    """The part's logits; if it is not alone, in memory that the next part does not use again."""
+def _run(part: _Forward | DecodeStep | MixedStep, alone: bool) -> Computed | None:
+    """What the part finds; if it is not alone, in memory that the next part does not use again."""
     computed = part.run()
-    return computed if computed is None or alone else (computed[0].clone(), None)
+    return computed if computed is None or alone else Computed(computed.logits.clone())
+
+
+def _sampled(rows: list[Row], batches: list[Batch]) -> tuple[Numbers, Numbers, list[int]]:
+    """Of the rows that sample: slots, positions of the ids to come, and which of them a test hook makes non-finite."""
+    if len(batches) == 1 and batches[0].decode == len(rows):
+        slots, positions, sampled = batches[0].slots, batches[0].starts + 1, rows
+    else:
+        sampled = [row for row in rows if row.sample]
+        slots = np.array([row.slot for row in sampled], np.int64)
+        positions = np.array([row.start + row.count for row in sampled], np.int64)
+    return slots, positions, [index for index, row in enumerate(sampled) if row.nan_logits]
 
 
 def _in_batch_order(planned: list[Row]) -> tuple[list[Row], npt.NDArray[np.int64]]:

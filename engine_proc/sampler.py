@@ -34,10 +34,23 @@ from engine_proc.upload import Handle, Upload
 class Sampled:
     """Device tensors of one step, one entry per row."""
 
-    ids: torch.Tensor  # int64 [R]
-    finite: torch.Tensor  # bool [R]
+    packed: torch.Tensor  # int64 [R, 2]: the id, and whether the logits were finite
     logprobs: torch.Tensor | None = None  # fp32 [L, 1 + top]: the chosen id's, then those of top_ids
     top_ids: torch.Tensor | None = None  # int64 [L, top]
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """int64 [R]."""
+        return self.packed[:, 0]
+
+    @property
+    def finite(self) -> torch.Tensor:
+        """int64 [R], 0 or 1."""
+        return self.packed[:, 1]
+
+    def first(self, rows: int) -> Sampled:
+        """Of the first rows; not for one with logprobs."""
+        return Sampled(self.packed[:rows])
 
 
 @dataclass(slots=True)
@@ -106,17 +119,17 @@ class Sampler:
         if best is None:
             best = greedy(logits)
         own = logits.index_select(0, plan.logprobs.tensor) if plan.logprobs is not None else None
-        ids = best.ids
+        sampled = best
+        ids = sampled.ids
         if plan.edits is not None or plan.stops is not None or plan.penalties is not None:
             self._edit(logits, plan)
-            ids = logits.argmax(-1)
+            ids.copy_(logits.argmax(-1))
         if plan.drawn is not None:
             rows = plan.drawn.tensor[0]
             ids.index_copy_(0, rows, self._draw(logits.index_select(0, rows), plan, plan.drawn.tensor))
         if plan.penalties is not None:
             rows, _, counted = plan.penalties.tensor
             self.table.counts.add_produced(counted, ids.index_select(0, rows))
-        sampled = Sampled(ids, best.finite)
         if own is not None and plan.logprobs is not None:
             _add_logprobs(sampled, own, ids.index_select(0, plan.logprobs.tensor), plan.top)
         return sampled
@@ -153,7 +166,7 @@ class Sampler:
 def greedy(logits: torch.Tensor) -> Sampled:
     """logits fp32 [R, V] → the best ids, and which rows are finite."""
     # A sum is finite only if all its terms are (and one pass is enough, with nothing else written).
-    return Sampled(logits.argmax(-1), logits.sum(-1).isfinite())
+    return Sampled(torch.stack((logits.argmax(-1), logits.sum(-1).isfinite().to(torch.int64)), dim=1))
 
 
 def penalise(logits: torch.Tensor, counts: torch.Tensor, floats: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,8 @@ class Upload:
 
     def send(self) -> None:
         """Enqueues the copy; every handle has its tensor afterwards."""
+        if not self._handles:
+            return
         staging = torch.empty(self._size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         if self._arrays:
             np.concatenate(self._arrays, out=staging.numpy())

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
+from engine_proc.batch import Batch, Numbers
 from engine_proc.models.base import AttentionShape, LayerAttention
-from engine_proc.plan import Row
-from engine_proc.upload import Handle, Upload
+from engine_proc.upload import Upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +36,8 @@ class AttentionBackend(Protocol):
         """Another sequence has the slot from now on."""
         ...
 
-    def prepare(self, rows: Sequence[Row], upload: Upload) -> LayerAttention:
-        """Plans one step. `rows`: decode rows by rising context length, then prefill rows; their tokens in this order.
+    def prepare(self, batch: Batch, upload: Upload) -> LayerAttention:
+        """Plans one step, whose tokens lie in the order of the rows.
 
         What the device needs is added to `upload`; the result may be called once that has been sent.
         """
@@ -49,12 +48,17 @@ class AttentionBackend(Protocol):
 class Capturable(Protocol):
     """A backend whose decode steps read only device memory that stays where it is."""
 
-    def append(self, rows: Sequence[Row], upload: Upload) -> Handle | None:
-        """The blocks of `rows` that the device does not know yet, for `write_tables`."""
+    @property
+    def spare_place(self) -> int:
+        """A place in the table that nobody reads."""
         ...
 
-    def write_tables(self, added: Handle | None) -> None:
-        """Enqueued ahead of the step."""
+    def append(self, batch: Batch) -> tuple[Numbers, Numbers]:
+        """The blocks of the batch that the device's table does not have yet: int64 [n] places in it, and blocks."""
+        ...
+
+    def write_tables(self, places: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Enqueues what `append` found, ahead of the step. int64 [n] each."""
         ...
 
     @property

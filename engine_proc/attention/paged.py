@@ -9,7 +9,6 @@ query and key.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +18,8 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from engine_proc.attention.base import Room, new_cache
+from engine_proc.batch import Batch, Numbers
 from engine_proc.kernels import paged_attention
-from engine_proc.plan import Row
 from engine_proc.upload import Handle, Upload
 
 
@@ -50,42 +49,41 @@ class PagedBackend:
     def open_slot(self, slot: int) -> None:
         self._known[slot] = 0
 
-    def append(self, rows: Sequence[Row], upload: Upload) -> Handle | None:
-        """Of rows that need more blocks than the table has: int64 [2, n], places in the table and blocks."""
-        slots = np.array([row.slot for row in rows])
-        ends = np.array([row.start + row.count for row in rows])
-        need = -(-ends // self.shape.block_tokens)
-        short = np.flatnonzero(need > self._known[slots])
+    @property
+    def spare_place(self) -> int:
+        return self.tables.numel() - 1
+
+    def append(self, batch: Batch) -> tuple[Numbers, Numbers]:
+        need = (batch.starts + batch.counts - 1) // self.shape.block_tokens + 1
+        short = np.flatnonzero(need > self._known[batch.slots])
         if not len(short):
-            return None
+            return short, short
         width = self.tables.shape[1]
         places, blocks = [], []
         for index in short.tolist():
-            row, end = rows[index], int(need[index])
+            row, end = batch.rows[index], int(need[index])
             first = int(self._known[row.slot])
             places.append(np.arange(row.slot * width + first, row.slot * width + end))
             blocks.append(row.blocks[first:end])
             self._known[row.slot] = end
-        return upload.add(np.stack((np.concatenate(places), np.concatenate(blocks))))
+        return np.concatenate(places), np.concatenate(blocks).astype(np.int64)
 
-    def write_tables(self, added: Handle | None) -> None:
-        """Enqueues what `append` found."""
-        if added is not None:
-            self.tables.view(-1).index_copy_(0, added.tensor[0], added.tensor[1].to(torch.int32))
+    def write_tables(self, places: torch.Tensor, blocks: torch.Tensor) -> None:
+        self.tables.view(-1).index_copy_(0, places, blocks.to(torch.int32))
 
-    def prepare(self, rows: Sequence[Row], upload: Upload) -> PagedStep:
-        counts = [row.count for row in rows]
-        slots = upload.add(np.repeat([row.slot for row in rows], counts))
-        positions = upload.add(np.concatenate([np.arange(row.start, row.start + row.count) for row in rows]))
-        decode = sum(row.ids is None for row in rows)
+    def prepare(self, batch: Batch, upload: Upload) -> PagedStep:
+        slots = upload.add(np.repeat(batch.slots, batch.counts))
+        positions = upload.add(batch.positions())
         prefill = []
-        first = decode
-        for row in rows[decode:]:
+        first = batch.decode
+        for row in batch.rows[batch.decode :]:
             end = row.start + row.count
             run = _run(row.blocks[: -(-end // self.shape.block_tokens)])
             prefill.append(_Prefill(row.slot, first, row.count, end, run))
             first += row.count
-        return PagedStep(self, slots, positions, decode, prefill, self.append(rows, upload))
+        places, blocks = self.append(batch)
+        added = upload.add(np.stack((places, blocks))) if len(places) else None
+        return PagedStep(self, slots, positions, batch.decode, prefill, added)
 
     @property
     def tile_tokens(self) -> int:
@@ -143,7 +141,7 @@ class PagedStep:
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         backend, shape = self._backend, self._backend.shape
         if self._added is not None:
-            backend.write_tables(self._added)
+            backend.write_tables(*self._added.tensor)
             self._added = None
         cache = backend.cache[layer]
         slots, positions = self._slots.tensor, self._positions.tensor

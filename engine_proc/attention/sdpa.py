@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from engine_proc.attention.base import Room, new_cache
+from engine_proc.batch import Batch
 from engine_proc.plan import Row
 from engine_proc.upload import Handle, Upload
 
@@ -74,8 +75,9 @@ class SdpaBackend:
     def open_slot(self, slot: int) -> None:
         """Nothing is kept per slot: each step brings its tables."""
 
-    def prepare(self, rows: Sequence[Row], upload: Upload) -> SdpaStep:
-        decode = [row for row in rows if row.ids is None]
+    def prepare(self, batch: Batch, upload: Upload) -> SdpaStep:
+        rows = batch.rows
+        decode = rows[: batch.decode]
         prefill: list[_Prefill] = []
         first = len(decode)
         for row in rows[len(decode) :]:

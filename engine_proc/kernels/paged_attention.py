@@ -19,7 +19,7 @@ _TOKENS = 64  # of context per turn of a program's loop
 _LEAST_QUERIES = 16  # rows that a matrix product takes
 _TILE_QUERIES = 64  # of one KV head in a tile of several tokens
 _MOST_SPLITS = 64
-_PROGRAMS_PER_PROCESSOR = 8
+_PROGRAMS_PER_PROCESSOR = 4
 _LOG2E = 1.4426950408889634
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from engine_proc.batch import Batch
 from engine_proc.plan import Row
 from engine_proc.runner import Runner
 from engine_proc.upload import Upload
@@ -18,7 +19,7 @@ def forward(runner: Runner, rows: Sequence[Row], ids: Sequence[Ids]) -> torch.Te
     upload = Upload(runner.device)
     given = upload.add(np.concatenate([np.asarray(part) for part in ids]))
     positions = upload.add(np.concatenate([np.arange(row.start, row.start + row.count) for row in rows]))
-    attention = runner.backend.prepare(rows, upload)
+    attention = runner.backend.prepare(Batch.of(list(rows)), upload)
     upload.send()
     with torch.inference_mode():
         return runner.model.logits(runner.model.forward(given.tensor, positions.tensor, attention, None))

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from engine_proc.loader import load
 from engine_proc.plan import Row, StepPlan
 from engine_proc.runner import Runner
-from tests.identity import Identity
+from tests.identity import GAPS
 from tests.model.driver import Driver, params, state
 from tests.model.driver_logits import Forced
 from tests.model.driver_logits import run as forced_logits
@@ -50,12 +50,12 @@ WISHES = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with sharp logits, written without transformers."""
+    """A checkpoint whose logits lie further apart than rounding, written without transformers."""
     path = tmp_path_factory.mktemp("cuda")
     (path / "config.json").write_text(json.dumps(CONFIG))
     model = load(path, "cpu", "fp32", "random", lambda done, total: None, 16).model
     weights = {
-        name: (place if "norm" in name else place * 8).contiguous() for name, place in model.destinations().items()
+        name: (place if "norm" in name else place * 4).contiguous() for name, place in model.destinations().items()
     }
     save_file(weights, path / "model.safetensors")
     return path
@@ -112,13 +112,16 @@ def test_cuda_gives_the_logits_of_the_cpu_and_bf16_the_ids(folder: Path) -> None
         driver = Driver(runner(folder, device, dtype), shuffle_seed=1)
         sequences = [Forced(driver, p + [5] * 6, len(p), 400) for p in prompts()]
         found[f"{device} {dtype}"] = [part.float().cpu() for part in forced_logits(driver, sequences)]
-    identity = Identity("bf16")
+    differ = positions = 0
     for row in range(len(LENGTHS)):
-        reference = found["cpu fp32"][row]
+        reference, rounded = found["cpu fp32"][row], found["cuda bf16"][row]
         assert (reference - found["cuda fp32"][row]).abs().max() < 1e-3
-        for position in range(len(reference)):
-            expected, actual = int(reference[position].argmax()), int(found["cuda bf16"][row][position].argmax())
-            identity.same([expected], [actual], lambda _, x=reference[position]: x.numpy(), f"position {position}")  # type: ignore[misc]
+        best, chosen = reference.argmax(-1), rounded.argmax(-1)
+        gaps = (reference.gather(1, best[:, None]) - reference.gather(1, chosen[:, None]))[:, 0]
+        assert gaps.max() < GAPS["bf16"], f"prompt of {LENGTHS[row]}: another id where no tie is"
+        differ += int((best != chosen).sum())
+        positions += len(reference)
+    assert differ < 0.05 * positions, f"{differ} of {positions} ids differ"
 
 
 def test_a_launch_never_waits_for_the_device(folder: Path) -> None:
@@ -142,4 +145,4 @@ def test_a_launch_never_waits_for_the_device(folder: Path) -> None:
     for step in pending:
         for sequence, found in zip(sequences, step.result().ids.tolist(), strict=True):
             sequence.ids.append(found)
-    assert [sequence.ids for sequence in sequences] == produced(folder, "cpu")[0]
+    assert [sequence.ids for sequence in sequences] == produced(runner(folder, "cpu"))[0]
