@@ -19,7 +19,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from engine_proc.attention.base import Room, new_cache
 from engine_proc.batch import Batch, Numbers
-from engine_proc.kernels import paged_attention
+from engine_proc.kernels import paged_attention, store
+from engine_proc.models.rotary import Rotary
 from engine_proc.upload import Handle, Upload
 
 
@@ -113,10 +114,11 @@ class PagedRows:
         likely = len(slots) if tiles is None else len(slots) // backend.tile_tokens
         self._splits = backend.splits(likely)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         backend = self._backend
         cache = backend.cache[layer]
-        paged_attention.store(k, v, cache, backend.tables, self._slots, self._positions)
+        store.prepare(qkv, rotary, backend.shape, cache, backend.tables, self._slots, self._positions)
+        q = qkv[:, : backend.shape.heads]
         return paged_attention.attend(
             q, cache, backend.tables, self._slots, self._positions, backend.shape, self._splits, self._tiles
         )
@@ -138,16 +140,16 @@ class PagedStep:
         self._decode, self._prefill, self._added = decode, prefill, added
         self._splits = backend.splits(decode)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         backend, shape = self._backend, self._backend.shape
         if self._added is not None:
             backend.write_tables(*self._added.tensor)
             self._added = None
         cache = backend.cache[layer]
         slots, positions = self._slots.tensor, self._positions.tensor
-        paged_attention.store(k, v, cache, backend.tables, slots, positions)
-        if not self._prefill:
-            return paged_attention.attend(q, cache, backend.tables, slots, positions, shape, self._splits)
+        store.prepare(qkv, rotary, shape, cache, backend.tables, slots, positions)
+        both = shape.heads + shape.kv_heads
+        q, k, v = qkv[:, : shape.heads], qkv[:, shape.heads : both], qkv[:, both:]
         out = torch.empty(q.shape[0], shape.heads * shape.head_dim, dtype=q.dtype, device=q.device)
         if n := self._decode:
             out[:n] = paged_attention.attend(

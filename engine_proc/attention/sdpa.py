@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from engine_proc.attention.base import Room, new_cache
 from engine_proc.batch import Batch
+from engine_proc.models.rotary import Rotary
 from engine_proc.plan import Row
 from engine_proc.upload import Handle, Upload
 
@@ -189,8 +190,9 @@ class SdpaStep:
         self._masks: dict[int, torch.Tensor] = {}
         self._triangles: dict[tuple[int, int], torch.Tensor] = {}
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         shape = self._shape
+        q, k, v = rotary.apply(qkv, shape.heads, shape.kv_heads)
         cache = self._backend.cache[layer]
         rows = cache.view(-1, shape.kv_heads, shape.head_dim)
         rows[self._write_rows.tensor] = torch.stack((k, v), dim=1)

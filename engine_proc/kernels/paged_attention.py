@@ -24,65 +24,6 @@ _LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def _store(
-    k,
-    v,
-    cache,
-    tables,
-    slots,
-    positions,
-    stride,
-    width,
-    value_offset,
-    block_tokens,
-    block: tl.constexpr,
-    size: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + token)
-    if position < 0:  # a row that only fills the batch
-        return
-    slot = tl.load(slots + token)
-    number = tl.load(tables + slot * width + position // block_tokens).to(tl.int64)
-    place = cache + (number * block_tokens + position % block_tokens) * size
-    channels = tl.arange(0, block)
-    inside = channels < size
-    tl.store(place + channels, tl.load(k + token * stride + channels, mask=inside), mask=inside)
-    tl.store(place + value_offset + channels, tl.load(v + token * stride + channels, mask=inside), mask=inside)
-
-
-def store(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cache: torch.Tensor,
-    tables: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-) -> None:
-    """Writes k and v [T, kv_heads, D] (rows of one stride) of the tokens at `positions` of `slots` to their blocks.
-
-    cache: one layer's, [2, num_blocks, block_tokens, kv_heads, D]. tables int32 [slots, width]. Position -1: nothing.
-    """
-    size = k.shape[1] * k.shape[2]
-    block = triton.next_power_of_2(size)
-    _store[(len(k),)](
-        k,
-        v,
-        cache,
-        tables,
-        slots,
-        positions,
-        k.stride(0),
-        tables.stride(0),
-        cache.stride(0),
-        cache.shape[2],
-        block,
-        size,
-        num_warps=max(1, min(8, block // 256)),
-    )
-
-
-@triton.jit
 def _attend(
     q,
     keys,

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from engine_proc.cache_spec import CacheSpec
+from engine_proc.models.rotary import Rotary
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -44,10 +45,10 @@ class ModelConfig(Protocol):
 class LayerAttention(Protocol):
     """Attention of one step, as a model calls it: once per layer, in any order of layers."""
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Stores k and v of the step's tokens in the cache and returns what the tokens attend to.
+    def attend(self, layer: int, qkv: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """Prepares the heads, stores K and V of the step's tokens in the cache; → what the tokens attend to.
 
-        q [T, heads, head_dim], k and v [T, kv_heads, head_dim], all rotated and normed → [T, heads * head_dim].
+        qkv [T, heads + 2 * kv_heads, head_dim], contiguous, whose memory may be used → [T, heads * head_dim].
         """
         ...
 

@@ -15,6 +15,7 @@ from engine_proc.models.base import DTYPES, Family, LayerAttention, Model
 from engine_proc.models.linear import Linear
 from engine_proc.models.llama_config import LlamaConfig
 from engine_proc.models.ops import ops_for
+from engine_proc.models.rotary import Rotary
 
 
 @dataclass(slots=True)
@@ -23,8 +24,7 @@ class _Layer:
 
     input_norm: torch.Tensor
     qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    qk_norms: tuple[torch.Tensor, torch.Tensor] | None
     output: Linear
     post_norm: torch.Tensor
     gate_up: Linear
@@ -57,8 +57,7 @@ class Llama:
         return _Layer(
             input_norm=self._empty(c.hidden),
             qkv=self._linear((c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden, c.qkv_bias),
-            q_norm=self._empty(c.head_dim) if c.qk_norm else None,
-            k_norm=self._empty(c.head_dim) if c.qk_norm else None,
+            qk_norms=(self._empty(c.head_dim), self._empty(c.head_dim)) if c.qk_norm else None,
             output=self._linear(c.hidden, c.heads * c.head_dim, c.output_bias),
             post_norm=self._empty(c.hidden),
             gate_up=self._linear(2 * c.intermediate, c.hidden, c.mlp_bias),
@@ -92,9 +91,8 @@ class Llama:
             found[f"{name}.weight"] = weight
             if bias is not None:
                 found[f"{name}.bias"] = bias
-        if layer.q_norm is not None and layer.k_norm is not None:
-            found["self_attn.q_norm.weight"] = layer.q_norm
-            found["self_attn.k_norm.weight"] = layer.k_norm
+        if layer.qk_norms is not None:
+            found["self_attn.q_norm.weight"], found["self_attn.k_norm.weight"] = layer.qk_norms
         return found
 
     def ignores(self, name: str) -> bool:
@@ -116,29 +114,14 @@ class Llama:
         h = ops.norm(x, self._layers[0].input_norm, c.eps)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            attended = self._attend(index, layer, h, cos, sin, attention)
+            qkv = layer.qkv(h).view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
+            attended = attention.attend(index, qkv, Rotary(cos, sin, layer.qk_norms, c.eps))
             if index == last and rows is not None:  # after the last attention only the asked rows matter
                 attended, x = attended.index_select(0, rows), x.index_select(0, rows)
             x, h = ops.add_norm(x, layer.output(attended), layer.post_norm, c.eps)
             next_norm = self._norm if index == last else self._layers[index + 1].input_norm
             x, h = ops.add_norm(x, layer.down(ops.silu_mul(layer.gate_up(h))), next_norm, c.eps)
         return h
-
-    def _attend(
-        self,
-        index: int,
-        layer: _Layer,
-        h: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attention: LayerAttention,
-    ) -> torch.Tensor:
-        c = self.config
-        qkv = layer.qkv(h).view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
-        v = qkv[:, c.heads + c.kv_heads :]
-        weights = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
-        qk = self._ops.norm_rotate(qkv[:, : c.heads + c.kv_heads], cos, sin, weights, c.heads, c.eps)
-        return attention.attend(index, qk[:, : c.heads], qk[:, c.heads :], v)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self._head.wide(hidden, out)

@@ -7,11 +7,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from engine_proc.models import rope
-
 
 class Ops(Protocol):
-    """What models call. T tokens, H hidden, I intermediate width, D head size."""
+    """What models call. T tokens, H hidden, I intermediate width."""
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMSNorm of x [T, H] → [T, H]."""
@@ -21,21 +19,6 @@ class Ops(Protocol):
         self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(x + y, its RMSNorm), [T, H] each; the memory of x may be used."""
-        ...
-
-    def norm_rotate(
-        self,
-        qk: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        weights: tuple[torch.Tensor, torch.Tensor] | None,
-        q_heads: int,
-        eps: float,
-    ) -> torch.Tensor:
-        """qk [T, heads, D], the first q_heads queries: RMSNorm per head by `weights` (of q, of k), then rotation.
-
-        cos, sin as `rope.rotation` makes them. The memory of qk may be used.
-        """
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -54,20 +37,6 @@ class TorchOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x = x + y
         return x, self.norm(x, weight, eps)
-
-    def norm_rotate(
-        self,
-        qk: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        weights: tuple[torch.Tensor, torch.Tensor] | None,
-        q_heads: int,
-        eps: float,
-    ) -> torch.Tensor:
-        if weights is not None:
-            q, k = self.norm(qk[:, :q_heads], weights[0], eps), self.norm(qk[:, q_heads:], weights[1], eps)
-            qk = torch.cat((q, k), dim=1)
-        return rope.rotate(qk, cos, sin)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -89,19 +58,6 @@ class FusedOps:
         self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return x, self._fused.add_rms_norm(x, y, weight, eps)
-
-    def norm_rotate(
-        self,
-        qk: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        weights: tuple[torch.Tensor, torch.Tensor] | None,
-        q_heads: int,
-        eps: float,
-    ) -> torch.Tensor:
-        q_weight, k_weight = weights or (None, None)
-        self._fused.norm_rotate(qk, cos, sin, q_weight, k_weight, q_heads, eps)
-        return qk
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return self._fused.silu_mul(gate_up)

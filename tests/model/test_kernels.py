@@ -12,6 +12,7 @@ import torch
 from engine_proc.models import rope
 from engine_proc.models.base import AttentionShape
 from engine_proc.models.ops import TorchOps
+from engine_proc.models.rotary import Rotary
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -54,30 +55,35 @@ def test_add_rms_norm(dtype: torch.dtype, rows: int, width: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (32, 8, 128), (5, 1, 80), (2, 2, 16)])
-def test_norm_rotate_leaves_the_values_alone(
-    dtype: torch.dtype, normed: bool, heads: int, kv_heads: int, size: int
-) -> None:
-    from engine_proc.kernels import fused
+def test_heads_are_prepared_and_stored(dtype: torch.dtype, normed: bool, heads: int, kv_heads: int, size: int) -> None:
+    """Values stay as they were; nothing but the places of these tokens is written; a filler is not stored."""
+    from engine_proc.kernels import store
 
-    tokens, both = 5, heads + kv_heads
-    qkv = drawn(tokens, both + kv_heads, size, dtype=dtype)
-    positions = torch.tensor([0, 1, 77, 4095, 100_000], device=DEVICE)
-    frequencies = rope.inverse_frequencies(size, 10_000.0, None).to(DEVICE)
-    cos, sin = rope.rotation(positions, frequencies, dtype)
-    weights = (drawn(size, dtype=dtype), drawn(size, dtype=dtype)) if normed else None
-    wanted = TorchOps().norm_rotate(
-        qkv[:, :both].double(),
-        cos.double(),
-        sin.double(),
-        None if weights is None else (weights[0].double(), weights[1].double()),
-        heads,
-        1e-6,
+    block_tokens, num_blocks, both = 16, 40, heads + kv_heads
+    slots = torch.tensor([0, 2, 1, 2, 3], device=DEVICE)
+    positions = torch.tensor([0, 1, 77, 15, -1], device=DEVICE)
+    tables = (
+        torch.randperm(num_blocks, generator=torch.Generator().manual_seed(2)).to(torch.int32).view(4, 10).to(DEVICE)
     )
-    before = qkv.clone()
-    q_weight, k_weight = weights or (None, None)
-    fused.norm_rotate(qkv[:, :both], cos, sin, q_weight, k_weight, heads, 1e-6)
-    close(qkv[:, :both], wanted)
-    assert torch.equal(qkv[:, both:], before[:, both:])
+    cache = drawn(2, num_blocks, block_tokens, kv_heads, size, dtype=dtype)
+    qkv = drawn(len(slots), both + kv_heads, size, dtype=dtype)
+    frequencies = rope.inverse_frequencies(size, 10_000.0, None).to(DEVICE)
+    cos, sin = rope.rotation(torch.tensor([0, 1, 77, 4095, 100_000], device=DEVICE), frequencies, dtype)
+    weights = (drawn(size, dtype=dtype), drawn(size, dtype=dtype)) if normed else None
+    wide = None if weights is None else (weights[0].double(), weights[1].double())
+    q, k, v = Rotary(cos.double(), sin.double(), wide, 1e-6).apply(qkv.double(), heads, kv_heads)
+    values, wanted = v.to(dtype), cache.clone()
+    shape = AttentionShape(1, heads, kv_heads, size, 1.0, block_tokens)
+    store.prepare(qkv, Rotary(cos, sin, weights, 1e-6), shape, cache, tables, slots, positions)
+    close(qkv[:, :heads], q)
+    close(qkv[:, heads:both], k)
+    assert torch.equal(qkv[:, both:], values)
+    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        if position >= 0:
+            block = int(tables[slot, position // block_tokens])
+            wanted[0, block, position % block_tokens] = qkv[row, heads:both]
+            wanted[1, block, position % block_tokens] = values[row]
+    assert torch.equal(cache, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -110,10 +116,10 @@ def test_products_of_few_rows(biased: bool, width: int, outputs: int) -> None:
     ("heads", "kv_heads", "size", "block_tokens"),
     [(9, 3, 64, 16), (32, 8, 128, 128), (6, 6, 80, 128), (24, 1, 128, 16)],
 )
-def test_store_and_attend_over_scattered_blocks(
+def test_attend_over_scattered_blocks(
     dtype: torch.dtype, splits: int, heads: int, kv_heads: int, size: int, block_tokens: int
 ) -> None:
-    """Rows of several lengths, one that only fills the batch; blocks that no row owns stay as they were."""
+    """Rows of several lengths, one that only fills the batch."""
     from engine_proc.kernels import paged_attention
 
     generator = np.random.default_rng(4)
@@ -129,16 +135,7 @@ def test_store_and_attend_over_scattered_blocks(
     tables = tables.to(DEVICE)
     slots = torch.tensor([4, 2, 0, 1, 3, 5], device=DEVICE)
     positions = torch.tensor([lengths[slot] - 1 for slot in slots.tolist()], device=DEVICE)
-    qkv = drawn(len(lengths), heads + 2 * kv_heads, size, dtype=dtype)
-    q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
-    wanted_cache = cache.clone()
-    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
-        if position >= 0:
-            block = int(tables[slot, position // block_tokens])
-            wanted_cache[0, block, position % block_tokens] = k[row]
-            wanted_cache[1, block, position % block_tokens] = v[row]
-    paged_attention.store(k, v, cache, tables, slots, positions)
-    assert torch.equal(cache, wanted_cache)
+    q = drawn(len(lengths), heads + 2 * kv_heads, size, dtype=dtype)[:, :heads]
     found = paged_attention.attend(q, cache, tables, slots, positions, shape, splits).view(len(lengths), heads, size)
     assert found.isfinite().all()
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
