@@ -75,7 +75,7 @@ def context_length(config: EngineConfig, facts: Facts, pool_tokens: int) -> int:
     if wanted > pool_tokens:
         raise ValueError(
             f"--context-length {wanted} is more than the {pool_tokens} tokens that the block pool can hold "
-            f"(--device-blocks, --memory-fraction)"
+            f"(--device-blocks; on cuda --gpu-memory-fraction)"
         )
     if wanted > model:
         raise ValueError(f"--context-length {wanted} is more than the model's own {model} tokens")

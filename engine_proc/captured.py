@@ -6,6 +6,7 @@ ladder with tokens that do nothing (position -1). Steps with long chunks are wor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,9 +39,18 @@ class CapturedSteps:
     """One model's steps over one backend's blocks. Row `max_running` of the slots is the one that fills batches."""
 
     def __init__(
-        self, model: Model, backend: Capturable, last_id: torch.Tensor, max_running: int, capture: bool
+        self,
+        model: Model,
+        backend: Capturable,
+        last_id: torch.Tensor,
+        max_running: int,
+        capture: bool,
+        progress: Callable[[int, int], None],
     ) -> None:
-        """last_id int64 [max_running + 1]: the ids that decode rows take. Without `capture` steps run as written."""
+        """last_id int64 [max_running + 1]: the ids that decode rows take. Without `capture` steps run as written.
+
+        progress(done, total) counts captured sizes.
+        """
         self.model, self.backend = model, backend
         self.filler = max_running
         self._last_id = last_id
@@ -48,8 +58,12 @@ class CapturedSteps:
         self._logits = torch.empty(max_running, model.config.vocab_size, dtype=torch.float32, device=device)
         decode = {size: torch.from_numpy(self.filled(4, size)).to(device) for size in ladder(max_running)}
         mixed = {tokens: torch.from_numpy(self.filled(5, tokens)).to(device) for tokens in MIXED_TOKENS}
-        self.mixed = Graphs(self._mixed, mixed, capture)
-        self.decode = Graphs(self._decode, decode, capture)
+        total = len(mixed) + len(decode)
+        self.mixed = Graphs(self._mixed, mixed)
+        self.decode = Graphs(self._decode, decode)
+        if capture:
+            self.mixed.capture(lambda done: progress(done, total))
+            self.decode.capture(lambda done: progress(len(mixed) + done, total))
 
     def filled(self, lines: int, size: int) -> npt.NDArray[np.int64]:
         """int64 [lines, size] of a step that does nothing: the lines of `_decode` or `_mixed`."""

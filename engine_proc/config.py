@@ -26,7 +26,9 @@ class EngineConfig(msgspec.Struct):
     load_format: str = "safetensors"  # "safetensors" | "random"
     threads: int = 1
     step_limit_seconds: float = 120.0
-    memory_fraction: float = 0.9
+    gpu_memory_fraction: float = 0.9
+    attention_backend: str = "auto"  # one of attention.registry.BACKENDS
+    cuda_graphs: bool = True
     test_hooks: bool = False
     key_bits: int = 256
     mock_step_ms: float = 0.0

@@ -28,19 +28,18 @@ def ladder(most: int) -> list[int]:
 class Graphs(Generic[Out]):
     """`forward` of one int64 tensor, for several sizes of it."""
 
-    def __init__(
-        self, forward: Callable[[torch.Tensor], Out], inputs: Mapping[int, torch.Tensor], capture: bool
-    ) -> None:
-        """`inputs[size]`: valid inputs, which stay the graph's own. Without `capture` it runs as it is written."""
+    def __init__(self, forward: Callable[[torch.Tensor], Out], inputs: Mapping[int, torch.Tensor]) -> None:
+        """`inputs[size]`: valid inputs, which stay the graph's own."""
         self.sizes = sorted(inputs)
-        self._forward = forward
         self.inputs = inputs
+        self._forward = forward
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Out]] = {}
-        if capture:
-            self._capture()
 
-    def _capture(self) -> None:
-        """The largest first: the smaller ones find room in its memory, since they never run at the same time."""
+    def capture(self, progress: Callable[[int], None]) -> None:
+        """Without it `forward` runs as it is written. `progress(done)` counts sizes.
+
+        The largest comes first: the smaller ones find room in its memory, since they never run at the same time.
+        """
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self.inputs[self.sizes[0]].device)  # type: ignore[no-untyped-call]  # as torch has it
         for size in reversed(self.sizes):
@@ -51,6 +50,7 @@ class Graphs(Generic[Out]):
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 out = self._forward(self.inputs[size])
             self._graphs[size] = graph, out
+            progress(len(self._graphs))
 
     def size_for(self, rows: int) -> int:
         """The smallest size that holds so many rows; there must be one."""

@@ -62,14 +62,15 @@ def cpu_blocks(config: EngineConfig, spec: CacheSpec, context_length: int, avail
                 f"but only {_mib(available)} of memory are available"
             )
         return config.device_blocks
-    share = int(available * min(CPU_SHARE, config.memory_fraction)) // config.ranks
-    return _at_least_one(min(share // size, enough_blocks(config, context_length, spec.block_tokens)), size, share)
+    share = int(available * CPU_SHARE) // config.ranks
+    count = min(share // size, enough_blocks(config, context_length, spec.block_tokens))
+    return _at_least_one(count, size, share, "--device-blocks")
 
 
 def cuda_blocks(config: EngineConfig, spec: CacheSpec, context_length: int, free: int, total: int) -> int:
     """Blocks of one rank on a CUDA device that holds its weights; free, total: bytes. ValueError names what is missing.
 
-    --memory-fraction is of the whole device, and what is in use already (weights among it) counts against it.
+    --gpu-memory-fraction is of the whole device, and what is in use already (weights among it) counts against it.
     """
     size = spec.block_bytes()
     if config.device_blocks:
@@ -79,15 +80,16 @@ def cuda_blocks(config: EngineConfig, spec: CacheSpec, context_length: int, free
                 f"but only {_mib(free)} of device memory are free"
             )
         return config.device_blocks
-    budget = int(free - (1.0 - config.memory_fraction) * total) - WORKSPACE_BYTES
-    return _at_least_one(min(budget // size, enough_blocks(config, context_length, spec.block_tokens)), size, budget)
+    budget = int(free - (1.0 - config.gpu_memory_fraction) * total) - WORKSPACE_BYTES
+    count = min(budget // size, enough_blocks(config, context_length, spec.block_tokens))
+    return _at_least_one(count, size, budget, "--gpu-memory-fraction, --device-blocks")
 
 
-def _at_least_one(count: int, size: int, budget: int) -> int:
+def _at_least_one(count: int, size: int, budget: int, options: str) -> int:
     if count < 1:
         raise ValueError(
-            f"too little memory: one block takes {_mib(size)}, and {_mib(max(0, budget))} are left for blocks "
-            f"(--memory-fraction, --device-blocks)"
+            f"too little memory: one block takes {_mib(size)}, "
+            f"and {_mib(max(0, budget))} are left for blocks ({options})"
         )
     return count
 

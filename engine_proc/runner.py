@@ -6,6 +6,8 @@ decode row, so a step may be launched before the former one's ids are known on t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -97,10 +99,12 @@ class Runner:
         max_running: int,
         attention: str = "auto",
         cuda_graphs: bool = True,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Allocates the blocks (num_blocks * cache_spec.block_bytes() bytes) and the state of `max_running` slots.
 
-        `attention` names a backend, see `attention.registry`. With cuda_graphs, steps that can be captured are.
+        `attention` names a backend, see `attention.registry`. With cuda_graphs, steps that can be captured are;
+        progress(done, total) counts them.
         """
         self.model = loaded.model
         self.device = self.model.device
@@ -112,7 +116,7 @@ class Runner:
         self._last_id = torch.zeros(max_running + 1, dtype=torch.int64, device=self.device)
         self._captured: CapturedSteps | None = None
         if isinstance(self.backend, Capturable):
-            self._captured = CapturedSteps(self.model, self.backend, self._last_id, max_running, cuda_graphs)
+            self._captured = CapturedSteps(self.model, self.backend, self._last_id, max_running, cuda_graphs, progress)
 
     @torch.inference_mode()
     def open_slot(self, slot: int, state: SlotState) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.options import make_parser
+from launcher.options import ENGINE, make_parser
 
 DEVICES = {"nvidia": "cuda", "cpu": "cpu"}  # DEEPINFER_ACCELERATOR -> --device
 
@@ -46,7 +46,9 @@ class Flags:
     prefill_chunk_tokens: int
     device_blocks: int
     block_tokens: int
-    memory_fraction: float
+    gpu_memory_fraction: float
+    attention_backend: str
+    cuda_graphs: bool
     step_limit_seconds: float
     prefix_cache: bool
     share_prefix_cache: bool
@@ -91,9 +93,15 @@ def parse(arguments: list[str], environment: Mapping[str, str]) -> Flags:
         parser.error(f"environment DEEPINFER_ACCELERATOR: {accelerator!r} is not one of nvidia, cpu")
     values["device"] = values["device"] or DEVICES.get(accelerator, "cpu")
     values["model"] = values["model"] or environment.get("DEEPINFER_HF_MODEL_DIR", "")
+    if values["gpu_memory_fraction"] is None:
+        values["gpu_memory_fraction"] = ENGINE.gpu_memory_fraction
+    elif values["device"] != "cuda":
+        parser.error("argument --gpu-memory-fraction needs --device cuda")
     flags = Flags(**values)
     if flags.engine != "mock" and (flags.mock_step_ms, flags.mock_model) != (0.0, "counter"):
         parser.error("arguments --mock-step-ms and --mock-model need --engine mock")
+    if flags.device != "cuda" and flags.attention_backend == "paged":
+        parser.error("argument --attention-backend: paged needs --device cuda; accepted here are auto, sdpa")
     if flags.key_bits != 256 and not flags.test_hooks:
         parser.error("argument --key-bits: below 256 it needs --test-hooks")
     return flags

@@ -264,7 +264,7 @@ def _engine(parser: Parser) -> None:
         metavar="N",
         type=whole(0, MANY),
         default=0,
-        help="blocks in the device pool (default: 0 = what --memory-fraction allows)",
+        help="blocks in the device pool (default: 0 = what fits in memory)",
     )
     add(
         "--block-tokens",
@@ -274,11 +274,25 @@ def _engine(parser: Parser) -> None:
         help="positions in a block; 16 is for tiny test models",
     )
     add(
-        "--memory-fraction",
+        "--gpu-memory-fraction",
         metavar="F",
         type=number(0.05, 1.0),
-        default=ENGINE.memory_fraction,
-        help="of the device's free memory that weights and blocks may take",
+        default=None,
+        help="of a GPU's memory that the engine may take, weights among it "
+        f"(default: {ENGINE.gpu_memory_fraction}; needs --device cuda)",
+    )
+    add(
+        "--attention-backend",
+        choices=("auto", "sdpa", "paged"),
+        default=ENGINE.attention_backend,
+        help="paged reads blocks in place with Triton kernels, on cuda only; sdpa is PyTorch's own attention; "
+        "auto: paged on cuda, sdpa on cpu",
+    )
+    add(
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        default=ENGINE.cuda_graphs,
+        help="on cuda: capture short steps as graphs at the start (default: on)",
     )
     add(
         "--step-limit-seconds",

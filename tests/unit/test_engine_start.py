@@ -77,7 +77,6 @@ def spec(mib: int) -> CacheSpec:
     [
         ({}, 4096, 512),  # a quarter of what is available
         ({"ranks": 4}, 4096, 128),  # for all ranks together
-        ({"memory_fraction": 0.1}, 4096, 204),
         ({"max_running": 1}, 1 << 20, 64),  # enough for all that can run
         ({"max_running": 2, "context_length": 1000}, 1 << 20, 16),
         ({"device_blocks": 77}, 4096, 77),
@@ -98,7 +97,7 @@ def test_blocks_on_a_device() -> None:
     with pytest.raises(ValueError, match="--device-blocks 50000 wants"):
         cuda_blocks(config(device_blocks=50_000), spec(2), 8192, free, total)
     with pytest.raises(ValueError, match="too little memory"):
-        cuda_blocks(config(memory_fraction=0.3), spec(2), 8192, 50 << 30, 80 << 30)
+        cuda_blocks(config(gpu_memory_fraction=0.3), spec(2), 8192, 50 << 30, 80 << 30)
 
 
 def test_too_little_memory_is_said_in_one_line() -> None:

@@ -45,7 +45,7 @@ def processes(flags: Flags) -> list[Any]:
 def other_value(name: str, value: Any) -> Any:
     others = {"engine": "mock", "device": "cuda", "dtype": "bf16", "load_format": "random", "routing": "least-loaded",
               "sampling_defaults": "openai", "mock_model": "echo", "chat_template": "/t.jinja",
-              "template_kwargs": ("x",), "block_tokens": 16}  # fmt: skip
+              "template_kwargs": ("x",), "block_tokens": 16, "attention_backend": "paged"}  # fmt: skip
     if name in others:
         return others[name]
     return not value if isinstance(value, bool) else value + 1
@@ -56,6 +56,16 @@ def test_no_option_is_ignored(name: str) -> None:
     flags = parse([], {})
     changed = replace(flags, **{name: other_value(name, getattr(flags, name))})
     assert processes(changed) != processes(flags)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--gpu-memory-fraction", "0.5"], ["--attention-backend", "paged"]], ids=lambda part: part[0]
+)
+def test_options_of_a_gpu_are_refused_without_one(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse([*arguments, "--device", "cuda"], {}).device == "cuda"
+    with pytest.raises(SystemExit):
+        parse(arguments, {})
+    assert arguments[0] in capsys.readouterr().err
 
 
 def test_every_option_has_a_field_and_a_text() -> None:
