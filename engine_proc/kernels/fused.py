@@ -9,12 +9,20 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine_proc.kernels import overlap as launch
 
 _COLUMNS = 1024  # per program of `_silu_mul`
 
 
 @triton.jit
-def _add_rms_norm(x, y, out, weight, eps, width: tl.constexpr, block: tl.constexpr, has_y: tl.constexpr):
+def _add_rms_norm(
+    x, y, out, weight, eps, width: tl.constexpr, block: tl.constexpr, has_y: tl.constexpr, overlap: tl.constexpr
+):
+    if overlap:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, block)
     inside = columns < width
@@ -36,12 +44,18 @@ def add_rms_norm(x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, 
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     warps = min(16, max(1, block // 512))
-    _add_rms_norm[(rows,)](x, x if y is None else y, out, weight, eps, width, block, y is not None, num_warps=warps)
+    more = launch.options(x.device)
+    _add_rms_norm[(rows,)](
+        x, x if y is None else y, out, weight, eps, width, block, y is not None, num_warps=warps, **more
+    )
     return out
 
 
 @triton.jit
-def _silu_mul(gate_up, out, width: tl.constexpr, block: tl.constexpr):
+def _silu_mul(gate_up, out, width: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr):
+    if overlap:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < width
@@ -54,5 +68,6 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2I], contiguous → silu(gate) * up [T, I]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    _silu_mul[(rows, triton.cdiv(width, _COLUMNS))](gate_up, out, width, _COLUMNS, num_warps=4)
+    grid = (rows, triton.cdiv(width, _COLUMNS))
+    _silu_mul[grid](gate_up, out, width, _COLUMNS, num_warps=4, **launch.options(out.device))
     return out

@@ -12,7 +12,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine_proc.kernels import overlap as launch
 from engine_proc.models.base import AttentionShape
 
 _TOKENS = 64  # of context per turn of a program's loop
@@ -49,7 +51,11 @@ def _attend(
     splits: tl.constexpr,
     tiled: tl.constexpr,
     precision: tl.constexpr,
+    overlap: tl.constexpr,
 ):
+    if overlap:
+        gdc_launch_dependents()
+        gdc_wait()
     tile = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -116,7 +122,19 @@ def _attend(
 
 
 @triton.jit
-def _join(partial, weights, positions, out, size: tl.constexpr, channels_block: tl.constexpr, splits: tl.constexpr):
+def _join(
+    partial,
+    weights,
+    positions,
+    out,
+    size: tl.constexpr,
+    channels_block: tl.constexpr,
+    splits: tl.constexpr,
+    overlap: tl.constexpr,
+):
+    if overlap:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     place = token * tl.num_programs(1) + tl.program_id(1)
     channel = tl.arange(0, channels_block)
@@ -175,6 +193,7 @@ def attend(
     elif tiles is not None:
         out.zero_()  # of tokens in no tile
     channels = triton.next_power_of_2(size)
+    more = launch.options(q.device)
     in_tile = 1 if tiles is None else tile_tokens(shape)
     _attend[(count if tiles is None else tiles.shape[1], shape.kv_heads, splits)](
         q,
@@ -203,7 +222,8 @@ def attend(
         "ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=3 if q.dtype != torch.float32 else 1,
+        **more,
     )
     if splits > 1:
-        _join[(count, shape.heads)](partial, weights, positions, out, size, channels, splits, num_warps=4)
+        _join[(count, shape.heads)](partial, weights, positions, out, size, channels, splits, num_warps=4, **more)
     return out

@@ -9,24 +9,41 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine_proc.kernels import overlap as launch
 
 _LEAST_ROWS = 16  # that a matrix product takes
 
 
 @triton.jit
 def _one_row(
-    x, weight, bias, out, outputs, width: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, biased: tl.constexpr
+    x,
+    weight,
+    bias,
+    out,
+    outputs,
+    width: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+    biased: tl.constexpr,
+    overlap: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, block)
     there = row < outputs
-    sums = tl.zeros([rows, block], tl.float32)
-    for start in range(0, width, block):
+    place = weight + row[:, None] * width + column[None, :]
+    inside = column < width
+    part = tl.load(place, mask=there[:, None] & inside[None, :], other=0.0)
+    if overlap:  # weights never change: they are on their way while x is still being computed
+        gdc_launch_dependents()
+        gdc_wait()
+    values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    sums = part.to(tl.float32) * values[None, :]
+    for start in range(block, width, block):
         inside = start + column < width
         values = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
-        part = tl.load(
-            weight + row[:, None] * width + start + column[None, :], mask=there[:, None] & inside[None, :], other=0.0
-        )
+        part = tl.load(place + start, mask=there[:, None] & inside[None, :], other=0.0)
         sums += part.to(tl.float32) * values[None, :]
     total = tl.sum(sums, axis=1)
     if biased:
@@ -47,7 +64,11 @@ def _few_rows(
     rows: tl.constexpr,
     block: tl.constexpr,
     biased: tl.constexpr,
+    overlap: tl.constexpr,
 ):
+    if overlap:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, block)
     token = tl.arange(0, tokens)
@@ -77,10 +98,13 @@ def linear(
     if out is None:
         out = torch.empty(count, outputs, dtype=x.dtype, device=x.device)
     place = weight if bias is None else bias
+    more = launch.options(x.device)
     if count == 1:
         rows, block = 1, min(4096, triton.next_power_of_2(width))
         grid = (outputs,)
-        _one_row[grid](x, weight, place, out, outputs, width, rows, block, bias is not None, num_warps=4, num_stages=3)
+        _one_row[grid](
+            x, weight, place, out, outputs, width, rows, block, bias is not None, num_warps=4, num_stages=3, **more
+        )
         return out
     rows, block, warps, stages = (16, 256, 2, 4) if outputs <= 8192 else (64, 128, 4, 4)
     grid = (triton.cdiv(outputs, rows),)
@@ -99,5 +123,6 @@ def linear(
         bias is not None,
         num_warps=warps,
         num_stages=stages,
+        **more,
     )
     return out

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine_proc.kernels import overlap as launch
 from engine_proc.models.base import AttentionShape
 from engine_proc.models.rotary import Rotary
 
@@ -33,7 +35,11 @@ def _prepare(
     block: tl.constexpr,
     per_program: tl.constexpr,
     normed: tl.constexpr,
+    overlap: tl.constexpr,
 ):
+    if overlap:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * per_program + tl.arange(0, per_program)[:, None]
     channel = tl.arange(0, block)[None, :]
@@ -114,4 +120,5 @@ def prepare(
         _HEADS,
         rotary.weights is not None,
         num_warps=2,
+        **launch.options(qkv.device),
     )
