@@ -48,7 +48,7 @@ class Engine:
     def __init__(
         self, loaded: LoadedModel, num_blocks: int, depth: int, chunk: int = 64, max_running: int = SLOTS
     ) -> None:
-        self.runner = Runner(loaded, num_blocks, SLOTS)
+        self.runner = Runner(loaded, num_blocks, max_running)
         pool = BlockPool(num_blocks, BLOCK)
         prefix = PrefixCache(pool, loaded.model.cache_spec, PrefixRules(b"s", loaded.digest))
         self.scheduler = Scheduler(pool, prefix, self.runner, Limits(max_running, chunk, 32))
