@@ -28,12 +28,25 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
+class BodyWriter(Protocol):
+    """Writes parts of a chunked answer that was started, at once and without a task switch."""
+
+    def ready(self) -> bool:
+        """Not while the client does not read, nor when the answer is over: then `send` is the way."""
+        ...
+
+    def write(self, body: bytes) -> None:
+        """Some bytes, while `ready`."""
+        ...
+
+
 class Connection(Protocol):
     """What an exchange may know of and do to its connection."""
 
     stalled: bool
 
     def cut(self) -> None: ...
+    def body_writer(self) -> BodyWriter: ...
 
 
 class ClientGone(Exception):

@@ -43,7 +43,7 @@ async def _answer(exchange: Exchange, hub: Hub, live: LiveRequest, shape: Shape,
     if shape.stream:
         form = ChunkForm(shape, identity, created, accepted.prompt_tokens, accepted.prompt_ids)
         headers: Headers = [exchange.id_header, route_header]
-        await stream_answer(hub, live, form, exchange.start_stream, headers)
+        await stream_answer(hub, live, form, exchange.start_stream, headers, exchange.connection)
         return
     await live.wait_end()
     if not live.gone:

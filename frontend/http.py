@@ -18,7 +18,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from api.errors import INVALID, ApiError
-from frontend.exchange import CONNECTION, new_request_id
+from frontend.exchange import CONNECTION, BodyWriter, new_request_id
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_FIELDS = 100
@@ -32,6 +32,24 @@ HEAD_TOO_SLOW = (408, "request_timeout", "the request's headers were not complet
 
 class _Refused(Exception):
     """Raised inside a parser callback: this request is not taken."""
+
+
+class _BodyWriter:
+    """See `exchange.BodyWriter`."""
+
+    __slots__ = ("_cycle", "_flow", "_write")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._flow, self._write = cycle, cycle.flow, cycle.transport.write
+
+    def ready(self) -> bool:
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding) and not (
+            self._flow.write_paused or cycle.disconnected or cycle.response_complete
+        )
+
+    def write(self, body: bytes) -> None:
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class StrictProtocol(HttpToolsProtocol):
@@ -117,6 +135,11 @@ class StrictProtocol(HttpToolsProtocol):
     def cut(self) -> None:
         """End the connection at once, whatever was not sent yet."""
         self.transport.abort()
+
+    def body_writer(self) -> BodyWriter:
+        """For the chunked answer that has just been started."""
+        assert self._running is not None
+        return _BodyWriter(self._running)
 
     # --- readers that do not read ---------------------------------------------------------------------------------
 

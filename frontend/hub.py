@@ -238,7 +238,7 @@ class Hub:
         if self.to_wake:
             for live in self.to_wake:
                 live.queued = False
-                live.wake()
+                live.deliver()
             self.to_wake.clear()
         if int(link.dialer.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN and not link.read_due:
             link.read_due = True

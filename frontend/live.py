@@ -63,6 +63,7 @@ class LiveRequest:
         self.comment_due = False
         self.wrote = now
         self.cut: Callable[[], None] | None = None  # closes the client's connection at once
+        self.sink: Callable[[], bool] | None = None  # writes what has come; False: the coroutine must do it
         self.deadline: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Future[None] | None = None
         if shape is not None:
@@ -176,6 +177,11 @@ class LiveRequest:
     def wake(self) -> None:
         if (waiter := self._waiter) is not None and not waiter.done():
             waiter.set_result(None)
+
+    def deliver(self) -> None:
+        """New text is there for a stream."""
+        if self.sink is None or not self.sink():
+            self.wake()
 
     async def wait(self) -> None:
         """Until `wake`. Only the coroutine that answers the request waits here."""

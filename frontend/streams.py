@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from api.errors import ApiError
+from frontend.exchange import BodyWriter, Connection
 from frontend.hub import Hub
 from frontend.live import Choice, LiveRequest
 from frontend.responses import join_logprobs, legacy_logprobs, usage_of
@@ -130,12 +131,19 @@ def error_event(error: ApiError) -> bytes:
     return b"data: " + error.body() + b"\n\n"
 
 
-async def stream_answer(hub: Hub, live: LiveRequest, form: ChunkForm, send: Send, headers: Headers) -> None:
-    """Answer an accepted request with a stream, to its end or until the client is gone."""
+async def stream_answer(
+    hub: Hub, live: LiveRequest, form: ChunkForm, send: Send, headers: Headers, connection: Connection
+) -> None:
+    """Answer an accepted request with a stream, to its end or until the client is gone.
+
+    While nothing holds it up, text is written where it arrives; this coroutine does the rest: the end, comments,
+    and whatever a client that does not read keeps waiting.
+    """
     hub.streams.add(live)
     try:
         live.wrote = time.monotonic()
         await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *headers]})
+        sink = _sink(live, form, connection.body_writer())
         while not live.gone:
             out = form.chunks(live)
             ended = live.released
@@ -143,7 +151,9 @@ async def stream_answer(hub: Hub, live: LiveRequest, form: ChunkForm, send: Send
                 _ending(out, live, form)
             elif not out:
                 if not live.comment_due:
+                    live.sink = sink
                     await live.wait()
+                    live.sink = None
                     continue
                 out.append(COMMENT)
             live.comment_due = False
@@ -152,7 +162,23 @@ async def stream_answer(hub: Hub, live: LiveRequest, form: ChunkForm, send: Send
             if ended:
                 return
     finally:
+        live.sink = None
         hub.streams.discard(live)
+
+
+def _sink(live: LiveRequest, form: ChunkForm, writer: BodyWriter) -> Callable[[], bool]:
+    """`live.sink`: writes what has come for an answer that goes on."""
+    ready, write = writer.ready, writer.write
+
+    def sink() -> bool:
+        if live.released or live.gone or live.comment_due or not ready():
+            return False
+        if out := form.chunks(live):  # an empty part would end the answer
+            write(b"".join(out))
+            live.wrote = time.monotonic()
+        return True
+
+    return sink
 
 
 def _ending(out: list[bytes], live: LiveRequest, form: ChunkForm) -> None:
