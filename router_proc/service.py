@@ -246,7 +246,8 @@ class Router:
     def _lose(self, peer: Peer, why: str) -> None:
         """A peer is lost, and with it what runs there. If its process still lives, it is told to start anew."""
         now = self._now
-        log.warning("%s is lost: %s", peer.name, why)
+        # A frontend that ends takes nothing from anybody else, and at a drain each of them does.
+        log.log(logging.INFO if peer.role == "frontend" else logging.WARNING, "%s is lost: %s", peer.name, why)
         self.listener.forget(peer)
         self.registry.drop(peer.identity)
         if peer.role == "engine":

@@ -68,7 +68,8 @@ class Preparer:
         self._config = config
         self._encoder = encoder
         self._detokenizer = detokenizer
-        self.template = ChatTemplate(files.templates, files.special_tokens, files.control)
+        origin = f"--chat-template {config.chat_template}" if config.chat_template else ""
+        self.template = ChatTemplate(files.templates, files.special_tokens, files.control, origin=origin)
         self._guard = Guard(files.control)
         self._defaults = Defaults() if config.sampling_defaults == "openai" else defaults_from(files.generation)
         self._root = lru_cache(maxsize=ROOTS)(self._make_root)

@@ -36,8 +36,9 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         control: Mapping[str, int],
         now: Callable[[], datetime] = datetime.now,
+        origin: str = "",
     ) -> None:
-        """Compile. Raises ValueError with the template's name for one that is not valid Jinja."""
+        """Compile. Raises ValueError with `origin`, or the template's name, for one that is not valid Jinja."""
         self._special_tokens = dict(special_tokens)
         environment = _environment(now)
         self._sources = dict(sources)
@@ -46,7 +47,8 @@ class ChatTemplate:
             try:
                 self._compiled[name] = environment.from_string(source)
             except jinja2.TemplateSyntaxError as error:
-                raise ValueError(f"chat template {name!r}: line {error.lineno}: {error.message}") from error
+                place = origin or f"chat template {name!r}"
+                raise ValueError(f"{place}: line {error.lineno}: {error.message}") from error
         self._guard = Guard(control, self._compiled and sources.values())
         self._wants_objects = {name: self._wants_objects_in(name) for name in self._compiled}
 

@@ -257,6 +257,8 @@ def test_what_a_template_cannot_render_is_the_caller_s_error(source: str, shown:
 def test_a_broken_template_is_named_at_start() -> None:
     with pytest.raises(ValueError, match=r"'default': line 2: "):
         ChatTemplate({"default": "a\n{% if %}"}, {}, {})
+    with pytest.raises(ValueError, match="--chat-template /t.jinja: line 2"):
+        ChatTemplate({"default": "a\n{% if %}"}, {}, {}, origin="--chat-template /t.jinja")
 
 
 def test_named_templates_and_files(tmp_path: Path) -> None:
