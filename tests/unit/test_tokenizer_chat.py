@@ -257,7 +257,7 @@ def test_what_a_template_cannot_render_is_the_caller_s_error(source: str, shown:
 def test_a_broken_template_is_named_at_start() -> None:
     with pytest.raises(ValueError, match=r"'default': line 2: "):
         ChatTemplate({"default": "a\n{% if %}"}, {}, {})
-    with pytest.raises(ValueError, match="--chat-template /t.jinja: line 2"):
+    with pytest.raises(ValueError, match=r"--chat-template /t\.jinja: line 2"):
         ChatTemplate({"default": "a\n{% if %}"}, {}, {}, origin="--chat-template /t.jinja")
 
 
