@@ -1,8 +1,7 @@
-"""Reading a Hugging Face style folder: configurations, and tensors of one or several safetensors files."""
+"""Reading the tensors of a Hugging Face style folder, from one or several safetensors files."""
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,38 +11,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from engine_proc.checkpoint.facts import read_json
+
 _DTYPES = {"F32", "F16", "BF16"}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; ValueError names the file."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return value
-
-
-def eos_ids(folder: Path, config: dict[str, Any]) -> list[int]:
-    """Union of the ids in config.json and generation_config.json, ascending."""
-    sources = [config]
-    generation = folder / "generation_config.json"
-    if generation.exists():
-        sources.append(read_json(generation))
-    found: set[int] = set()
-    for source in sources:
-        value = source.get("eos_token_id")
-        for item in value if isinstance(value, list) else [value]:
-            if item is None:
-                continue
-            if isinstance(item, bool) or not isinstance(item, int) or item < 0:
-                raise ValueError(f"{folder}: eos_token_id must be a token id or a list of them, not {value!r}")
-            found.add(item)
-    return sorted(found)
 
 
 @dataclass(frozen=True, slots=True)

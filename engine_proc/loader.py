@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from engine_proc.checkpoint_files import Checkpoint, eos_ids, read_json
+from engine_proc.checkpoint.facts import eos_ids, generation_config, read_json
+from engine_proc.checkpoint_files import Checkpoint
 from engine_proc.models.base import DTYPES, Model
 from engine_proc.models.registry import family_of
 
@@ -58,7 +59,7 @@ def load(
     fields = read_json(model_dir / "config.json")
     family = family_of(fields, model_dir)
     config = family.parse(fields, model_dir)
-    ends = eos_ids(model_dir, fields)
+    ends = eos_ids(model_dir, fields, generation_config(model_dir))
     with torch.inference_mode():
         model = family.build(config, place, name, block_tokens)
         contents = _fill_random(model) if load_format == "random" else _fill(model, model_dir, progress)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 from engine_proc.checkpoint import embedded, store
 from engine_proc.checkpoint.convert import FORMAT_VERSION, convert
+from engine_proc.checkpoint.facts import eos_ids, generation_config, read_json
 from engine_proc.checkpoint.store import Progress
 
 _HEAD_BYTES = 1 << 20
@@ -95,11 +95,11 @@ def read(folder: Path, name: str, weights: bool = True) -> ModelFolder:
         other = next((path.name for kind in ("*.bin", "*.pth", "*.gguf") for path in sorted(folder.glob(kind))), None)
         hint = f" ({other} is there, but weights are read from safetensors)" if other else ""
         raise ValueError(f"{folder} has no *.safetensors with the model's weights{hint}")
-    config = _json(folder / "config.json")
+    config = read_json(folder / "config.json")
     text = config.get("text_config", {})
     if not isinstance(text, dict):
         raise ValueError(f"{folder / 'config.json'}: text_config must be an object")
-    generation = _json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    generation = generation_config(folder)
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ValueError(f"{folder / 'config.json'}: architectures must be a list that names the model's class")
@@ -109,20 +109,8 @@ def read(folder: Path, name: str, weights: bool = True) -> ModelFolder:
         architecture=names[0],
         vocab_size=_count(folder, config, text, "vocab_size"),
         context_length=_count(folder, config, text, "max_position_embeddings"),
-        eos_ids=_eos_ids(folder, config if "eos_token_id" in config else text, generation),
+        eos_ids=tuple(eos_ids(folder, config if "eos_token_id" in config else text, generation)),
     )
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return value
 
 
 def _count(folder: Path, config: dict[str, Any], text: dict[str, Any], field: str) -> int:
@@ -132,16 +120,3 @@ def _count(folder: Path, config: dict[str, Any], text: dict[str, Any], field: st
         shown = "missing" if value is None else repr(value)
         raise ValueError(f"{folder / 'config.json'}: {field} must be an integer above 0, not {shown}")
     return value
-
-
-def _eos_ids(folder: Path, *sources: dict[str, Any]) -> tuple[int, ...]:
-    found: set[int] = set()
-    for source in sources:
-        value = source.get("eos_token_id")
-        for item in value if isinstance(value, list) else [value]:
-            if item is None:
-                continue
-            if isinstance(item, bool) or not isinstance(item, int) or item < 0:
-                raise ValueError(f"{folder}: eos_token_id must be a token id or a list of them, not {value!r}")
-            found.add(item)
-    return tuple(sorted(found))

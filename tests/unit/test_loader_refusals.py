@@ -98,7 +98,7 @@ def test_files_that_are_missing_or_broken_are_named(folder: Path) -> None:
     with pytest.raises(ValueError, match="is not the name of a safetensors file in this folder"):
         loaded(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json cannot be read"):
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
         loaded(folder)
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         loaded(folder / "nowhere")
