@@ -21,7 +21,9 @@ REQUIREMENTS := import sys, tomllib; project = tomllib.load(open("pyproject.toml
 	names = extras[sys.argv[1]] if len(sys.argv) > 1 else project["dependencies"]; \
 	print("\n".join(name for name in names if not name.startswith("torch")))
 
-.PHONY: serve test test-long lint format clean
+FORCE:
+
+.PHONY: FORCE serve test test-long lint format clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.base
@@ -57,7 +59,11 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make: $(PYTHON) is too old; 3.11 or newer is needed (PYTHON=...)")'
 	@$(PYTHON) -m venv $(VENV) || { echo "make: $(PYTHON) has no venv module (Debian: apt-get install python3-venv)" >&2; exit 1; }
 
-$(VENV)/.base: pyproject.toml | $(VENV)/bin/python
+# Which torch was asked for: changed only when another one is.
+$(VENV)/torch.txt: FORCE | $(VENV)/bin/python
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+$(VENV)/.base: pyproject.toml $(VENV)/torch.txt | $(VENV)/bin/python
 	@echo "make: installing $(TORCH) and the libraries (minutes at the first time)"
 	@$(BIN)/python -c '$(REQUIREMENTS)' > $(VENV)/base.txt
 	@$(PIP) install '$(TORCH)' -r $(VENV)/base.txt
