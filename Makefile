@@ -21,8 +21,6 @@ REQUIREMENTS := import sys, tomllib; project = tomllib.load(open("pyproject.toml
 	names = extras[sys.argv[1]] if len(sys.argv) > 1 else project["dependencies"]; \
 	print("\n".join(name for name in names if not name.startswith("torch")))
 
-FORCE:
-
 .PHONY: FORCE serve test test-long lint format clean
 .DELETE_ON_ERROR:
 
@@ -74,3 +72,5 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.base
 	@$(BIN)/python -c '$(REQUIREMENTS)' dev > $(VENV)/dev.txt
 	@$(PIP) install -r $(VENV)/dev.txt
 	@touch $@
+
+FORCE:
