@@ -246,8 +246,7 @@ class Router:
     def _lose(self, peer: Peer, why: str) -> None:
         """A peer is lost, and with it what runs there. If its process still lives, it is told to start anew."""
         now = self._now
-        # A frontend that ends takes nothing from anybody else, and at a drain each of them does.
-        log.log(logging.INFO if peer.role == "frontend" else logging.WARNING, "%s is lost: %s", peer.name, why)
+        log.log(self._loss_level(peer), "%s is lost: %s", peer.name, why)
         self.listener.forget(peer)
         self.registry.drop(peer.identity)
         if peer.role == "engine":
@@ -264,6 +263,12 @@ class Router:
         for query, (frontend, _, _) in list(self._hooks.items()):
             if frontend is peer:
                 del self._hooks[query]
+
+    def _loss_level(self, peer: Peer) -> int:
+        """How much it matters: an engine that was not ready has nothing, a frontend has only what is its own."""
+        if peer.role == "engine" and not self.live.ranks[peer.index].ready:
+            return logging.DEBUG
+        return logging.INFO if peer.role == "frontend" else logging.WARNING
 
     def _lose_rank(self, rank: Rank, now: float) -> None:
         was_ready, generation = rank.ready, 0 if rank.peer is None else rank.peer.generation
