@@ -24,7 +24,7 @@ from engine_proc.upload import Handle, Upload
 
 _PIECE = 256  # query tokens per call under a mask
 _MASK_ALIGN = 16  # elements
-_ALONE_TOKENS = 384  # from this context on, a call of its own costs less than copying K and V
+_ALONE_TOKENS = 129  # from this context on, a call of its own costs less than copying K and V
 _GROUP_BYTES = 256 << 20  # gathered K and V of one group in one layer
 _PADDING = 1.25  # a group may attend to this many times the tokens that its rows need
 _SMALL_TOKENS = 256  # below this context padding does not matter
@@ -116,7 +116,7 @@ class SdpaBackend:
         first = 0
         while first < len(rows):
             shortest = rows[first].start + 1
-            if shortest >= _ALONE_TOKENS and self.device.type == "cpu":
+            if (shortest >= _ALONE_TOKENS or len(rows) == 1) and self.device.type == "cpu":
                 context = self._context(rows[first].blocks, shortest, upload)
                 if context.table is None:
                     groups.append(_Group(first, first + 1, context))

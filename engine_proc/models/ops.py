@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+
+_MANY_ROWS = 64  # from which on an RMSNorm's passes over memory cost more than its calls
 
 
 class Ops(Protocol):
@@ -43,6 +46,18 @@ class TorchOps:
         return F.silu(gate).mul_(up)
 
 
+class CpuOps(TorchOps):
+    """See `Ops`; on the CPU, where torch's own RMSNorm goes over many rows six times instead of three."""
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if x.shape[0] < _MANY_ROWS:
+            return super().norm(x, weight, eps)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        # sqrt(mean of squares + eps), as the hypotenuse over the root mean square and the root of eps
+        scale = torch.hypot(length.mul_(x.shape[-1] ** -0.5), length.new_tensor(math.sqrt(eps)))
+        return torch.div(x, scale).mul_(weight).to(x.dtype)
+
+
 class FusedOps:
     """See `Ops`; each one kernel, on CUDA with Triton."""
 
@@ -65,4 +80,6 @@ class FusedOps:
 
 def ops_for(device: torch.device) -> Ops:
     """The fastest for `device`."""
-    return FusedOps() if device.type == "cuda" else TorchOps()
+    if device.type == "cuda":
+        return FusedOps()
+    return CpuOps() if device.type == "cpu" else TorchOps()
