@@ -117,7 +117,7 @@ def test_a_template_with_a_syntax_error_is_named(folder: Path) -> None:
     folder.mkdir()
     (folder / "t.jinja").write_text("{% for x %}")
     with launch(folder, *MOCK, "--chat-template", str(folder / "t.jinja")) as tested:
-        one_line(tested, 1, "tokenizer.0", "chat template")
+        one_line(tested, 1, "tokenizer.0", "--chat-template")
 
 
 # --- 81 ---------------------------------------------------------------------------------------------------------------
