@@ -19,6 +19,7 @@ from tests.identity import GAPS
 from tests.model.driver import Driver, params, state
 from tests.model.driver_logits import Forced
 from tests.model.driver_logits import run as forced_logits
+from tests.model.unpacked import unpacked
 
 pytestmark = pytest.mark.gpu
 
@@ -53,7 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint whose logits lie further apart than rounding, written without transformers."""
     path = tmp_path_factory.mktemp("cuda")
     (path / "config.json").write_text(json.dumps(CONFIG))
-    model = load(path, "cpu", "fp32", "random", lambda done, total: None, 16).model
+    with unpacked():
+        model = load(path, "cpu", "fp32", "random", lambda done, total: None, 16).model
     weights = {
         name: (place if "norm" in name else place * 4).contiguous() for name, place in model.destinations().items()
     }
