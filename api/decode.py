@@ -6,6 +6,7 @@ body that it refused is read again by the standard library, which keeps such val
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Iterator
@@ -36,6 +37,9 @@ NAMES = frozenset(
 SCHEMAS = re.compile(r"tools\[\d+\]\.function\.parameters|response_format\.json_schema\.schema")
 TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 
+ONE_KIND = bytes.maketrans(b"{}", b"[]")
+OTHER_BYTES = bytes(byte for byte in range(256) if byte not in b"[]{}")
+
 _decoder = msgspec.json.Decoder()
 _Path = tuple[str | int, ...]
 
@@ -49,14 +53,19 @@ def decode_object(body: bytes, max_depth: int) -> dict[str, Any]:
 
     Raises ApiError 400 with invalid_json, invalid_unicode, or (depth, not an object) invalid_value, invalid_schema.
     """
+    collects = gc.isenabled()
+    gc.disable()  # many small objects at once, none of them garbage: looking for some would take most of the time
     try:
         value = _decoder.decode(body)
     except RecursionError:
         raise _too_deep(_top_field(body, max_depth), max_depth) from None
     except (msgspec.MsgspecError, UnicodeDecodeError):
         value = _second_look(body, max_depth)
-    # Fewer brackets than levels allowed: nothing to walk, which is the case for almost all bodies.
-    if body.count(b"{") + body.count(b"[") > max_depth:
+    finally:
+        if collects:
+            gc.enable()
+    # Fewer brackets than levels allowed: nothing to look at, which is the case for almost all bodies.
+    if body.count(b"{") + body.count(b"[") > max_depth and _is_deeper(body, max_depth):
         _check_depth(value, max_depth)
     if not isinstance(value, dict):
         raise invalid(None, "the body must be a JSON object")
@@ -107,6 +116,17 @@ def _leaves(value: Any) -> Iterator[tuple[_Path, Any]]:
             stack.extend(((*path, index), item[index]) for index in range(len(item) - 1, -1, -1))
         else:
             yield path, item
+
+
+def _is_deeper(body: bytes, max_depth: int) -> bool:
+    """Whether valid JSON is nested deeper, found without a step of ours for each value in it."""
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    marks = b"".join(unescaped.split(b'"')[::2]).translate(ONE_KIND, OTHER_BYTES)
+    for _ in range(max_depth):
+        if not marks:
+            return False
+        marks = marks.replace(b"[]", b"")  # the innermost level
+    return bool(marks)
 
 
 def _check_depth(value: Any, max_depth: int) -> None:

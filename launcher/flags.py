@@ -92,6 +92,7 @@ def parse(arguments: list[str], environment: Mapping[str, str]) -> Flags:
     if accelerator and accelerator not in DEVICES:
         parser.error(f"environment DEEPINFER_ACCELERATOR: {accelerator!r} is not one of nvidia, cpu")
     values["device"] = values["device"] or DEVICES.get(accelerator, "cpu")
+    values["chat_template"] = values["chat_template"] or ""
     values["model"] = values["model"] or environment.get("DEEPINFER_HF_MODEL_DIR", "")
     if values["gpu_memory_fraction"] is None:
         values["gpu_memory_fraction"] = ENGINE.gpu_memory_fraction

@@ -11,7 +11,7 @@ import msgspec
 
 from engine_proc.config import EngineConfig
 from frontend.config import FrontendConfig
-from launcher.values import name, number, size, whole
+from launcher.values import filled, name, number, size, whole
 from router_proc.config import RouterConfig
 from tokenizer_proc.config import TokenizerConfig
 from wire.limits import Limits
@@ -95,7 +95,7 @@ def _model(parser: Parser) -> None:
     add(
         "--model",
         metavar="NAME|DIR|FILE",
-        default="",
+        type=filled,
         help="an embedded model (smollm2-135m-instruct, gemma-3-270m), "
         "a Hugging Face folder (config.json, tokenizer.json, *.safetensors), or a .gguf file "
         "(default: smollm2-135m-instruct)",
@@ -162,7 +162,7 @@ def _model(parser: Parser) -> None:
         help="of requests that give no "
         "temperature, top_p ...: the model's generation_config.json, or OpenAI's (temperature and top_p 1)",
     )
-    add("--chat-template", metavar="FILE", default="", help="a Jinja template instead of the model's own")
+    add("--chat-template", metavar="FILE", type=filled, help="a Jinja template instead of the model's own")
     add(
         "--template-kwargs",
         metavar="NAME",

@@ -55,6 +55,13 @@ def size(low: int, high: int) -> Callable[[str], int]:
     return read
 
 
+def filled(value: str) -> str:
+    """Any text but none: an empty one is a variable that was not set."""
+    if not value:
+        raise argparse.ArgumentTypeError("it must not be empty")
+    return value
+
+
 def name(text: str) -> str:
     """A name that clients write in a URL or in the field `model`."""
     if not NAME.fullmatch(text):

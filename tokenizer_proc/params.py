@@ -88,7 +88,8 @@ def max_tokens_for(sampling: Sampling, prompt_tokens: int, context_length: int, 
         raise _too_long(
             param,
             context_length,
-            f"{prompt_tokens + wanted} tokens were asked for: {prompt_tokens} in the {param} and {wanted} to produce",
+            f"more were asked for: {prompt_tokens} in the {param} and "
+            f"{'at least ' if wanted >= INT32_MAX else ''}{wanted} to produce",
         )
     return wanted
 

@@ -68,6 +68,13 @@ def test_options_of_a_gpu_are_refused_without_one(arguments: list[str], capsys: 
     assert arguments[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--model", "--chat-template"])
+def test_an_empty_value_is_not_taken_for_none_given(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([option, ""], {})
+    assert f"argument {option}: it must not be empty" in capsys.readouterr().err
+
+
 def test_every_option_has_a_field_and_a_text() -> None:
     actions = [action for action in make_parser()._actions if action.dest != "help"]
     assert {action.dest for action in actions} == {field.name for field in fields(Flags)}
