@@ -56,9 +56,11 @@ def cpu_blocks(config: EngineConfig, spec: CacheSpec, context_length: int, avail
     """Blocks of one rank on the CPU. ValueError names what is missing."""
     size = spec.block_bytes()
     if config.device_blocks:
-        if config.device_blocks * size > available:
+        wanted = config.device_blocks * size * config.ranks  # they all take theirs from the same memory
+        if wanted > available:
+            ranks = f" for {config.ranks} ranks" if config.ranks > 1 else ""
             raise ValueError(
-                f"--device-blocks {config.device_blocks} wants {_mib(config.device_blocks * size)}, "
+                f"--device-blocks {config.device_blocks} wants {_mib(wanted)}{ranks}, "
                 f"but only {_mib(available)} of memory are available"
             )
         return config.device_blocks

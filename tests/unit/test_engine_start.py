@@ -100,6 +100,14 @@ def test_blocks_on_a_device() -> None:
         cuda_blocks(config(gpu_memory_fraction=0.3), spec(2), 8192, 50 << 30, 80 << 30)
 
 
+def test_an_explicit_pool_is_counted_for_all_ranks() -> None:
+    wish = config(device_blocks=1500)
+    assert cpu_blocks(wish, spec(2), 8192, 4096 * MIB) == 1500
+    wish.ranks = 2
+    with pytest.raises(ValueError, match=r"--device-blocks 1500 wants 6,000.0 MiB for 2 ranks"):
+        cpu_blocks(wish, spec(2), 8192, 4096 * MIB)
+
+
 def test_too_little_memory_is_said_in_one_line() -> None:
     for fields, text in (({"device_blocks": 10}, "--device-blocks 10 wants 20.0 MiB"), ({}, "one block takes 2.0 MiB")):
         with pytest.raises(ValueError, match=text) as found:
