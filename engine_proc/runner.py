@@ -48,10 +48,6 @@ class PendingStep:
             self._event = torch.Event(device)
             self._event.record()
 
-    def done(self) -> bool:
-        """Whether `result` would not wait."""
-        return self._event is None or self._event.query()
-
     def wait(self) -> None:
         """Until the step is done (on the CPU it is already)."""
         if self._event is not None:
